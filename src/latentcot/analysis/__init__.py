@@ -1,0 +1,1 @@
+"""Where a model thinks, and what it brings: data, figures and pages."""

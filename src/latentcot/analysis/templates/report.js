@@ -1,0 +1,5 @@
+
+for (const host of document.querySelectorAll("[data-token-view]")) {
+  const data = document.getElementById(host.dataset.tokenView);
+  LatentTokenView.mount(host, JSON.parse(data.textContent));
+}

@@ -1,0 +1,93 @@
+"""Attention of queries over slots: the backends, and the door by which transformers reaches them.
+
+A backend is a function `(query, key, value, mask, scaling, dropout) -> output` with shapes
+query (B, H, n, D), key and value (B, H_kv, S, D) with H a multiple of H_kv, mask (B, 1, n, S)
+boolean (true: visible) or None for plain causal attention with n = S, output (B, H, n, D).
+To add one, register it in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from latentcot.core.slots import SlotPass
+
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], Tensor]
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float
+) -> Tensor:
+    """torch's fused scaled dot-product attention, on any device."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def eager(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float
+) -> Tensor:
+    """Two matmuls and a softmax: the readable form, and the faster one in bf16 on a CPU."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.mT * scaling
+    if mask is None:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=wide)
+    return F.dropout(weights, dropout).to(value.dtype) @ value
+
+
+BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager}
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    slots: SlotPass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of every backbone: stores the new slots and attends to the visible.
+
+    Registered with transformers under `ATTENTION_NAME`; the backbone hands `slots` through.
+
+    Args:
+        query: (1, H, N, D) of the N active tokens; key and value (1, H_kv, N, D).
+        slots: where the new keys and values go, and what the queries see.
+
+    Returns:
+        (1, N, H, D), and None for the attention weights.
+    """
+    if slots is None:
+        raise ValueError("this backbone belongs to a latentcot model: call that model instead")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Rotary embeddings leave float32 queries and keys under autocast: store what is computed with.
+    q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+    out = slots.attend(int(module.layer_idx), q, k, v, scaling, dropout, sliding_window)
+    return out[None], None
+
+
+ATTENTION_NAME = "latentcot"
+AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -1,0 +1,113 @@
+"""The objective: cross-entropy over the mixture and the correctness-aware adaptive loss.
+
+Everything is a sum; the caller divides once by the number of target tokens, so that accumulation
+and many devices change nothing. Logits exist one chunk of tokens at a time.
+Shapes: N tokens, d width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORE_INDEX = -100
+CHUNK_LOGITS = 2**24
+"""Logits held at a time: 64 MiB in float32."""
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """(B, L) labels as transformers has them to targets: place t is scored against label t + 1."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def chunks(num_tokens: int, vocabulary: int) -> Iterator[slice]:
+    """Slices of the tokens whose logits are held at a time."""
+    size = max(1, CHUNK_LOGITS // vocabulary)
+    for start in range(0, num_tokens, size):
+        yield slice(start, start + size)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies that computes the gradients of each chunk while its logits exist."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=wide)
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        for part in chunks(len(targets), weight.shape[0]):
+            logits = (hidden[part] @ weight.T).to(wide)
+            total += F.cross_entropy(
+                logits, targets[part], ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+            if not (needs_hidden or needs_weight):
+                continue
+            # d loss / d logits = softmax - onehot, and zero where the target is ignored.
+            kept = (targets[part] != IGNORE_INDEX)[:, None]
+            grad = logits.softmax(-1)
+            grad.scatter_add_(1, targets[part, None].clamp(min=0), -torch.ones_like(grad[:, :1]))
+            grad = (grad * kept).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None,
+        )
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum of -log softmax(weight @ hidden)[target], in float32 or wider.
+
+    Args:
+        hidden: (N, d); weight: (V, d); targets: (N,), IGNORE_INDEX where there is none.
+    """
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets)
+    return total
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """(N,) cross-entropy of each token in nats, 0 where the target is ignored; forward only."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    losses = [
+        F.cross_entropy(
+            (hidden[part] @ weight.T).to(wide),
+            targets[part],
+            ignore_index=IGNORE_INDEX,
+            reduction="none",
+        )
+        for part in chunks(len(targets), weight.shape[0])
+    ]
+    return torch.cat(losses)
+
+
+def target_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """(N,) probability p_target of each target, 0 where it is ignored; forward only."""
+    probs = token_losses(hidden, weight, targets).neg().exp()
+    return probs.masked_fill(targets == IGNORE_INDEX, 0)
+
+
+def adaptive_penalty(gate: Tensor, target_prob: Tensor, beta: float) -> Tensor:
+    """Sum over tokens of g^(k) sg(p_target^(k) ** beta): one step of the adaptive loss / lambda.
+
+    Args:
+        gate, target_prob: (N,) of the tokens that execute this step; target_prob 0 where ignored.
+    """
+    return (gate * target_prob.detach() ** beta).sum()

@@ -1,0 +1,311 @@
+"""Slots: the executed (position, step) pairs, the one visibility predicate, and their store.
+
+Shapes: B rows, N active tokens, n the largest number of them in a row, S slots, H heads, D head
+width.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from latentcot.core.attention import BACKENDS
+from latentcot.core.packing import PAD_POSITION, Packing
+
+Visibility = Literal["all", "latest"]
+
+
+def visible(
+    query_position: Tensor,
+    query_step: Tensor | int,
+    slot_position: Tensor,
+    slot_step: Tensor | int,
+    slot_last: Tensor | int | None = None,
+    visibility: Visibility = "all",
+    window: int | None = None,
+) -> Tensor:
+    """The predicate: may the query at (t, k) see the slot at (t', k')?  Broadcasts its arguments.
+
+    `all`: t' <= t and k' <= k (the paper's parallel attention mask).
+    `latest`: of these, for each t' only its deepest, k' = min(k, last executed step of t').
+    A sliding window also asks for t - t' < window.
+
+    Args:
+        slot_last: last executed step K* of the slot's position; needed for `latest`.
+    """
+    sees = (slot_position <= query_position) & torch.as_tensor(slot_step <= query_step)
+    if visibility == "latest":
+        assert slot_last is not None, (
+            "`latest` needs the last executed step of each slot's position"
+        )
+        deepest = torch.minimum(torch.as_tensor(slot_last), torch.as_tensor(query_step))
+        sees = sees & (torch.as_tensor(slot_step) == deepest)
+    if window is not None:
+        # Padding queries keep one visible slot at least: an empty softmax would give NaN.
+        sees = sees & ((query_position - slot_position < window) | (query_position == PAD_POSITION))
+    return sees
+
+
+class StepSlots:
+    """The slots of one step, rows packed left: a row is extended at its tail and cropped there.
+
+    Attributes:
+        lengths: (B,) number of slots of each row.
+        positions: (B, capacity) their positions, ascending, PAD_POSITION behind the last.
+        keys, values: per layer (B, capacity, H_kv, D).
+    """
+
+    def __init__(self, num_rows: int, device: torch.device):
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.positions = torch.full((num_rows, 0), PAD_POSITION, device=device)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.used = 0  # columns in use: the largest length, kept on the host
+
+    def reserve(self, packing: Packing) -> Tensor | None:
+        """Make room for one slot for each active token.
+
+        Returns:
+            (N,) the column of each new slot, or None when the step was empty: then the packed
+            tensors become the buffers as they are, without a copy.
+        """
+        if self.used == 0:
+            self.lengths, self.used = packing.counts, packing.width
+            self.positions = packing.padded_positions
+            self.keys, self.values = {}, {}
+            return None
+        columns = self.lengths[packing.rows] + packing.columns
+        self.lengths = self.lengths + packing.counts
+        self.used = int(self.lengths.max())
+        if self.used > self.positions.shape[1]:
+            self.positions = _widen(self.positions, 2 * self.used, PAD_POSITION)
+        self.positions = self.positions.index_put((packing.rows, columns), packing.positions)
+        return columns
+
+    def write(
+        self, layer: int, key: Tensor, value: Tensor, packing: Packing, columns: Tensor | None
+    ) -> None:
+        """Store (N, H_kv, D) keys and values of `layer` in the columns that `reserve` gave."""
+        for buffers, new in ((self.keys, key), (self.values, value)):
+            if columns is None:
+                buffers[layer] = packing.pad(new)
+                continue
+            buffer = buffers[layer]
+            if buffer.shape[1] < self.positions.shape[1]:
+                buffer = _widen(buffer, self.positions.shape[1], 0)
+            put = Tensor.index_put if torch.is_grad_enabled() else Tensor.index_put_
+            buffers[layer] = put(buffer, (packing.rows, columns), new.to(buffer.dtype))
+
+    def crop(self, num_positions: Tensor) -> None:
+        """Drop the slots of row b at positions >= num_positions[b]: a crop of each row's tail."""
+        kept = self.positions[:, : self.used] < num_positions[:, None]
+        self.lengths = kept.sum(1)
+        self.positions = self.positions[:, : self.used].masked_fill(~kept, PAD_POSITION)
+        self.used = int(self.lengths.max())
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the given rows, in this order; a row may be repeated."""
+        self.lengths, self.positions = self.lengths[rows], self.positions[rows]
+        self.keys = {layer: keys[rows] for layer, keys in self.keys.items()}
+        self.values = {layer: values[rows] for layer, values in self.values.items()}
+        self.used = int(self.lengths.max())
+
+
+def _widen(buffer: Tensor, columns: int, fill: int) -> Tensor:
+    """`buffer` (B, S, ...) with `columns` columns, the new ones filled with `fill`."""
+    wide = buffer.new_full((buffer.shape[0], columns, *buffer.shape[2:]), fill)
+    wide[:, : buffer.shape[1]] = buffer
+    return wide
+
+
+class SlotCache(Cache):
+    """The store of slots, one `StepSlots` for each step; a transformers cache for generation.
+
+    A slot is written once, when it is executed. Tokens that were pruned have no slots beyond their
+    last step. `get_seq_length` counts input columns, left padding included, as transformers does;
+    `num_tokens` counts the real tokens of each row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.steps: list[StepSlots] = []
+        self.num_columns = 0
+
+    def begin(self, mask: Tensor | None, batch_shape: tuple[int, int], device: Any) -> Packing:
+        """Take in a chunk of (B, L) new columns and return the packing of its real tokens.
+
+        Raises:
+            ValueError: the cache holds another number of rows.
+        """
+        num_rows, num_columns = batch_shape
+        if not self.steps:
+            self.steps.append(StepSlots(num_rows, device))
+        if self.num_tokens.shape[0] != num_rows:
+            raise ValueError(
+                f"the cache holds {self.num_tokens.shape[0]} rows and the input has {num_rows}: "
+                "pass the cache of this batch or start without one"
+            )
+        packing = Packing.of(mask, self.num_tokens, batch_shape)
+        self.num_columns += num_columns
+        return packing
+
+    def step(
+        self, step: int, packing: Packing, visibility: Visibility = "all", backend: str = "sdpa"
+    ) -> SlotPass:
+        """One pass of the backbone over the active tokens at `step` (from 1): pass it as `slots`."""
+        while len(self.steps) < step:
+            self.steps.append(StepSlots(packing.batch_shape[0], packing.index.device))
+        return SlotPass(self, step, packing, visibility, backend)
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """(B,) tokens seen so far: every token has a slot at step 1."""
+        return self.steps[0].lengths
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_columns
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.steps)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def crop(self, max_length: int) -> None:
+        """Forget all but the first `max_length` columns (negative: the last -max_length)."""
+        dropped = -max_length if max_length < 0 else max(0, self.num_columns - max_length)
+        num_positions = (self.num_tokens - dropped).clamp(min=0)
+        for slots in self.steps:
+            slots.crop(num_positions)
+        self.num_columns -= dropped
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for slots in self.steps:
+            slots.select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(self.num_tokens.shape[0], device=self.num_tokens.device)
+        self.batch_select_indices(rows.repeat_interleave(repeats))
+
+
+@dataclass
+class SlotPass:
+    """One pass of the backbone: the queries are the active tokens of `packing` at `step`.
+
+    Masks and indices are made once and shared by all layers.
+    """
+
+    cache: SlotCache
+    step: int
+    packing: Packing
+    visibility: Visibility
+    backend: str
+
+    def __post_init__(self) -> None:
+        self.columns = self.cache.steps[self.step - 1].reserve(self.packing)
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        dropout: float = 0.0,
+        window: int | None = None,
+    ) -> Tensor:
+        """Store the new slots of `layer` and attend from the queries to all that they see.
+
+        Args:
+            query: (N, H, D); key and value: (N, H_kv, D).
+            window: sliding window in positions, or None.
+
+        Returns:
+            (N, H, D).
+        """
+        self.cache.steps[self.step - 1].write(layer, key, value, self.packing, self.columns)
+        keys, values = self._view(layer)
+        query = self.packing.pad(query)
+        out = BACKENDS[self.backend](
+            query.transpose(1, 2),
+            keys.transpose(1, 2).to(query.dtype),
+            values.transpose(1, 2).to(query.dtype),
+            self._mask(window),
+            scaling,
+            dropout,
+        )
+        return self.packing.unpad(out.transpose(1, 2))
+
+    @property
+    def _visible_steps(self) -> list[StepSlots]:
+        return [slots for slots in self.cache.steps[: self.step] if slots.used]
+
+    def _view(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, S, H_kv, D) that this pass may see, in the order of `_positions`."""
+        steps = self._visible_steps
+        keys = [slots.keys[layer][:, : slots.used] for slots in steps]
+        values = [slots.values[layer][:, : slots.used] for slots in steps]
+        if self.visibility == "all":
+            return _concatenate(keys), _concatenate(values)
+        return self._overlay(keys), self._overlay(values)
+
+    def _overlay(self, tensors: list[Tensor]) -> Tensor:
+        """`latest`: the first step's slots, each replaced by the deeper one of its position."""
+        view = tensors[0]
+        if len(tensors) == 1:
+            return view
+        flat = view.flatten(0, 1)
+        for (places, chosen), deeper in zip(self._replacements, tensors[1:], strict=True):
+            flat = flat.index_copy(0, places, deeper.flatten(0, 1).index_select(0, chosen))
+        return flat.unflatten(0, view.shape[:2])
+
+    @functools.cached_property
+    def _replacements(self) -> list[tuple[Tensor, Tensor]]:
+        """For each visible step after the first: places in the flat view, and the flat slots."""
+        first, *deeper_steps = self._visible_steps
+        pairs = []
+        for slots in deeper_steps:
+            positions = slots.positions[:, : slots.used]
+            chosen = (positions != PAD_POSITION).flatten().nonzero().squeeze(1)
+            # A step-1 slot exists for every position from 0: its column is the position itself.
+            rows = chosen // slots.used
+            pairs.append((rows * first.used + positions.flatten()[chosen], chosen))
+        return pairs
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """(B, 1, n, S) what each query sees, or None if that is plain causal attention."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor | None:
+        steps = self._visible_steps
+        one_slot_a_position = self.visibility == "latest" or len(steps) == 1
+        all_are_queries = self.packing.is_full and self.packing.width == steps[0].used
+        if window is None and one_slot_a_position and all_are_queries:
+            return None
+        seen = steps[:1] if self.visibility == "latest" else steps
+        slot_positions = _concatenate([slots.positions[:, : slots.used] for slots in seen])
+        # Step and `latest` are settled by what `_view` holds: only positions are left to compare.
+        return visible(
+            self.packing.padded_positions[:, :, None],
+            self.step,
+            slot_positions[:, None, :],
+            self.step,
+            window=window,
+        )[:, None]
+
+
+def _concatenate(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)

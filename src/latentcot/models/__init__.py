@@ -1,0 +1,27 @@
+"""The methods, one file each: importing this package registers all of them."""
+
+import importlib
+import pkgutil
+
+from latentcot.models.base import (
+    METHODS,
+    LatentLM,
+    LatentLMOutput,
+    build_model,
+    method_class,
+    register_method,
+)
+from latentcot.models.config import LatentConfig
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "METHODS",
+    "LatentConfig",
+    "LatentLM",
+    "LatentLMOutput",
+    "build_model",
+    "method_class",
+    "register_method",
+]

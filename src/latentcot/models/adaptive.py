@@ -1,0 +1,161 @@
+"""`adaptive`: token-level adaptive latent chain-of-thought, section 3 of the paper.
+
+Shapes: B rows, L columns, N active tokens (fewer at every step), K = l_max + 1 passes, d width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import final
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from latentcot.core.halting import Threshold, halt
+from latentcot.core.objective import adaptive_penalty, target_probs
+from latentcot.core.packing import Packing
+from latentcot.core.router import MultiRouter, RouterName, build_router, set_initial_gate
+from latentcot.core.slots import Visibility
+from latentcot.errors import UserError
+from latentcot.flops import Flops, linear_flops
+from latentcot.models.base import Chunk, LatentLM, Thought, register_method
+from latentcot.models.config import LatentConfig
+
+
+@strict
+class AdaptiveConfig(LatentConfig):
+    """Configuration of `AdaptiveLM`.
+
+    Args:
+        l_max: latent steps at most; K = l_max + 1 passes.
+        router: what reads z^(k) and gives the gate; `none` executes all passes (No-Adaptive).
+        tau: a token stops when its reach probability of the next step falls below it.
+        lambda_adaptive: weight of the adaptive loss.
+        beta: exponent of the target probability in it.
+        initial_gate: value of every gate before training.
+        visibility: which slots of earlier steps a query sees, `all` (the paper) or `latest`.
+    """
+
+    model_type = "latentcot_adaptive"
+
+    l_max: int = 3
+    router: RouterName = "linear"
+    tau: float | int = 0.1
+    lambda_adaptive: float | int = 0.4
+    beta: float | int = 10.0
+    initial_gate: float = 0.95
+    visibility: Visibility = "all"
+
+    def check(self) -> None:
+        super().check()
+        if self.l_max < 0:
+            raise UserError(f"l_max is {self.l_max}: give 0 (no latent steps) or more")
+        if not 0 <= self.tau <= 1:
+            raise UserError(f"tau is {self.tau}: give a probability from 0 to 1")
+        if not 0 < self.initial_gate < 1:
+            raise UserError(f"initial_gate is {self.initial_gate}: give a value between 0 and 1")
+        if self.lambda_adaptive < 0 or self.beta < 0:
+            raise UserError("lambda_adaptive and beta must be 0 or more")
+
+    @property
+    def num_passes(self) -> int:
+        return self.l_max + 1
+
+
+@final
+@register_method("adaptive")
+class AdaptiveLM(LatentLM):
+    """Latent steps under a (position, step) mask, probabilistic halting, mass-preserving mixing."""
+
+    config: AdaptiveConfig
+    config_class = AdaptiveConfig
+
+    def build(self) -> None:
+        self.router = build_router(self.config.router, self.config.hidden_size, self.config.l_max)
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        set_initial_gate(self.router, self.config.initial_gate)
+
+    def gate(self, z: Tensor, step: int) -> Tensor:
+        """g^(k): (N, d) states to (N,) probabilities of continuing, in float32 or wider."""
+        with torch.autocast(z.device.type, enabled=False):
+            logits = self.router(z.to(self.lm_head.weight.dtype), step)
+        return logits.to(torch.promote_types(z.dtype, torch.float32)).sigmoid()
+
+    @torch.no_grad()
+    def count_flops(self, passes: Tensor) -> Flops:
+        flops = super().count_flops(passes)
+        if self.config.router == "none":
+            return flops
+        # Every executed step but the last has a gate, and p_target for the adaptive loss.
+        num_gates = int(passes.clamp(max=self.config.l_max).sum())
+        router = linear_flops(self.router)
+        if isinstance(self.router, MultiRouter):
+            router //= max(1, self.config.l_max)
+        return dataclasses.replace(
+            flops,
+            linear=flops.linear + num_gates * router,
+            forward_only=num_gates * linear_flops(self.lm_head),
+        )
+
+    def think(self, chunk: Chunk) -> Thought:
+        config, packing, targets = self.config, chunk.packing, chunk.targets
+        keep_rule = chunk.keep_rule or Threshold(config.tau)
+        wide = torch.promote_types(chunk.embeds.dtype, torch.float32)
+        record = _Record(packing, config.num_passes, wide) if chunk.output_steps else None
+        learns_to_halt = targets is not None and config.router != "none"
+        penalty = chunk.embeds.new_zeros((), dtype=wide) if learns_to_halt else None
+
+        states = chunk.embeds
+        reach = states.new_ones(len(packing), dtype=wide)
+        mixture = packing.scatter(torch.zeros_like(states, dtype=wide)).flatten(0, 1)
+        passes = packing.index.new_zeros(mixture.shape[0])
+        for step in range(1, config.num_passes + 1):
+            slots = chunk.cache.step(step, packing, config.visibility, self.attention_backend)
+            z = self.run(states, slots)
+            is_last = step == config.num_passes
+            gate = torch.zeros_like(reach) if is_last else self.gate(z, step)
+            keep = torch.zeros_like(reach, dtype=torch.bool)
+            if not is_last:
+                keep = keep_rule(reach * gate, packing.index, step)
+            exit_prob, next_reach = halt(gate, reach, keep)
+            mixture = mixture.index_add(0, packing.index, exit_prob[:, None] * z)
+            passes[packing.index] = step
+
+            if targets is not None and (record or (learns_to_halt and not is_last)):
+                p_target = target_probs(z, self.lm_head.weight, targets)
+                if penalty is not None:
+                    penalty = penalty + adaptive_penalty(gate, p_target, config.beta)
+                if record:
+                    record.add(step, packing, step_target_probs=p_target)
+            if record:
+                record.add(step, packing, gates=gate, reach_probs=reach, exit_probs=exit_prob)
+
+            if not keep.any():
+                break
+            packing, states, reach = packing.select(keep), z[keep], next_reach[keep]
+            targets = None if targets is None else targets[keep]
+
+        return Thought(
+            hidden=mixture.to(z.dtype).unflatten(0, packing.batch_shape),
+            passes=passes.unflatten(0, packing.batch_shape),
+            penalty=None if penalty is None else config.lambda_adaptive * penalty,
+            steps=record.tensors if record else {},
+        )
+
+
+class _Record:
+    """Step-wise values as (B, L, K) tensors, zero where a token did not execute the step."""
+
+    def __init__(self, packing: Packing, num_passes: int, dtype: torch.dtype):
+        self.shape = (*packing.batch_shape, num_passes)
+        self.dtype = dtype
+        self.tensors: dict[str, Tensor] = {}
+
+    def add(self, step: int, packing: Packing, **values: Tensor) -> None:
+        for name, value in values.items():
+            if name not in self.tensors:
+                self.tensors[name] = value.new_zeros(self.shape, dtype=self.dtype)
+            self.tensors[name].flatten(0, 1)[packing.index, step - 1] = value.to(self.dtype)

@@ -1,0 +1,374 @@
+"""`LatentLM`, the base of all methods: embed, run the backbone over slots, head, loss.
+
+Shapes: B rows, L columns, N active tokens, K passes at most, d width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import ModelOutput
+
+from latentcot.core.attention import ATTENTION_NAME, BACKENDS
+from latentcot.core.halting import KeepRule
+from latentcot.core.objective import IGNORE_INDEX, cross_entropy_sum, shift_labels
+from latentcot.core.packing import Packing
+from latentcot.core.slots import SlotCache, SlotPass
+from latentcot.errors import UserError
+from latentcot.flops import Flops, attention_flops, linear_flops, visible_pairs
+from latentcot.models.config import LatentConfig
+from latentcot.models.export import auto_map, write_extras
+from latentcot.models.initialization import scaled_init_
+
+
+@dataclass
+class LatentLMOutput(ModelOutput):
+    """What `LatentLM.forward` returns.
+
+    Attributes:
+        loss: ce_loss + adaptive_loss, each a sum over target tokens divided by their number.
+        logits: (B, L, V), or the last `logits_to_keep` columns.
+        passes: (B, L) passes executed, 0 at padding; latent steps are passes - 1.
+        last_hidden_state: (B, L, d) the states that the LM head reads; zero at padding.
+        gates, reach_probs, exit_probs: (B, L, K), zero where not executed (`output_steps`);
+            exit_probs are the truncated ones and sum to 1.
+        step_target_probs: (B, L, K) probability that each executed step gives to label t + 1
+            (`output_steps` with labels).
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: SlotCache | None = None
+    ce_loss: Tensor | None = None
+    adaptive_loss: Tensor | None = None
+    passes: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    gates: Tensor | None = None
+    reach_probs: Tensor | None = None
+    exit_probs: Tensor | None = None
+    step_target_probs: Tensor | None = None
+
+
+@dataclass
+class Chunk:
+    """The input of `think`: the real tokens of a (B, L) chunk.
+
+    Attributes:
+        embeds: (N, d) scaled embeddings e_t.
+        packing: their places.
+        cache: the slots of earlier chunks, and where new ones go.
+        targets: (N,) the next token of each, IGNORE_INDEX where there is none; None without labels.
+        keep_rule: overrides who goes on to the next step; None is the method's own rule.
+        output_steps: whether the step-wise records of `Thought` are wanted.
+    """
+
+    embeds: Tensor
+    packing: Packing
+    cache: SlotCache
+    targets: Tensor | None
+    keep_rule: KeepRule | None
+    output_steps: bool
+
+
+@dataclass
+class Thought:
+    """What a method makes of a chunk.
+
+    Attributes:
+        hidden: (B, L, d) the states that the LM head reads; zero at padding.
+        passes: (B, L) passes executed; 0 at padding.
+        penalty: auxiliary loss summed over target tokens, or None.
+        steps: the (B, L, K) records named in `LatentLMOutput`, if wanted.
+    """
+
+    hidden: Tensor
+    passes: Tensor
+    penalty: Tensor | None
+    steps: dict[str, Tensor]
+
+
+class LatentLM(PreTrainedModel, GenerationMixin):
+    """A causal language model that executes one or more passes of its backbone for each token.
+
+    A method derives from this class once, defines `think`, and is registered by
+    `register_method`. The backbone is any decoder of transformers that takes `inputs_embeds`,
+    `position_ids` and attention functions by name.
+    """
+
+    config: LatentConfig
+    config_class = LatentConfig
+    base_model_prefix = "backbone"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = False
+    accepts_loss_kwargs = True
+    _supports_sdpa = True
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "slots"]
+
+    def __init__(self, config: LatentConfig):
+        super().__init__(config)
+        # Drawn before any weight: the same seed gives every method the same weights.
+        self._init_seed = int(torch.randint(2**62, (), device="cpu"))
+        self.backbone = AutoModel.from_config(
+            config.backbone_config, attn_implementation=ATTENTION_NAME
+        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            embedding = self.backbone.get_input_embeddings()
+            (name,) = [n for n, m in self.backbone.named_modules() if m is embedding]
+            self._tied_weights_keys = {"lm_head.weight": f"backbone.{name}.weight"}
+        self.build()
+        self.post_init()
+
+    def build(self) -> None:
+        """Make the modules that this method adds to backbone and head."""
+
+    @abstractmethod
+    def think(self, chunk: Chunk) -> Thought:
+        """From embeddings to the states that the LM head reads: the method itself."""
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(B, L) token ids to (B, L, d) scaled embeddings e_t, what pass 1 reads."""
+        return self.get_input_embeddings()(input_ids) * self.config.embedding_scale
+
+    def run(self, states: Tensor, slots: SlotPass) -> Tensor:
+        """One pass of the backbone, final norm included, over the active tokens: (N, d) to (N, d)."""
+        out = self.backbone(
+            inputs_embeds=states[None],
+            position_ids=slots.packing.positions[None],
+            use_cache=False,
+            slots=slots,
+        )
+        return out.last_hidden_state[0]
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention backend, transformers' `attn_implementation`."""
+        return str(self.config._attn_implementation)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: SlotCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_steps: bool = False,
+        keep_rule: KeepRule | None = None,
+        skip_logits: bool = False,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> LatentLMOutput | tuple[Any, ...]:
+        """Predict the token after each column.
+
+        Args:
+            input_ids: (B, L) token ids; or inputs_embeds (B, L, d), before the embedding scale.
+            attention_mask: (B, L) or (B, L of the cache + L), 0 at padding, on either side.
+                Padding executes nothing and is seen by nobody.
+            labels: (B, L) token ids, shifted inside, -100 ignored.
+            past_key_values: the cache that an earlier call returned; this chunk continues it.
+            num_items_in_batch: divisor of the loss sums; default the targets of this batch.
+            logits_to_keep: only the last so many columns (0: all), or their indices.
+            output_steps: also return the step-wise records.
+            keep_rule: who goes on to the next step, instead of the method's own rule.
+            skip_logits: do not compute logits (training: the loss does not need them whole).
+
+        Raises:
+            UserError: a cache of another kind, or attentions / hidden states asked for.
+            ValueError: neither or both of input_ids and inputs_embeds; a cache of another batch.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if past_key_values is not None and not isinstance(past_key_values, SlotCache):
+            raise UserError(
+                f"past_key_values is a {type(past_key_values).__name__}, not the SlotCache of a "
+                "latentcot model: pass what an earlier call of this model returned, or nothing"
+            )
+        if output_attentions or output_hidden_states:
+            raise UserError(
+                "output_attentions and output_hidden_states are not available: use output_steps"
+            )
+        if inputs_embeds is None:
+            embeds = self.embed(input_ids)
+        else:
+            embeds = inputs_embeds * self.config.embedding_scale
+        batch_shape = (embeds.shape[0], embeds.shape[1])
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, -batch_shape[1] :]
+        cache = SlotCache() if past_key_values is None else past_key_values
+        packing = cache.begin(attention_mask, batch_shape, embeds.device)
+        targets = None
+        if labels is not None:
+            targets = shift_labels(labels)
+            if attention_mask is not None:
+                targets = targets.masked_fill(~attention_mask.bool(), IGNORE_INDEX)
+
+        thought = self.think(
+            Chunk(
+                embeds=packing.gather(embeds),
+                packing=packing,
+                cache=cache,
+                targets=None if targets is None else packing.gather(targets),
+                keep_rule=keep_rule,
+                output_steps=output_steps,
+            )
+        )
+        out = LatentLMOutput(
+            passes=thought.passes, last_hidden_state=thought.hidden, **thought.steps
+        )
+        if targets is not None:
+            self._add_losses(out, thought, targets, num_items_in_batch)
+        if not skip_logits:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            out.logits = self.lm_head(thought.hidden[:, kept])
+        if past_key_values is not None or use_cache or (use_cache is None and not self.training):
+            out.past_key_values = cache
+        return out.to_tuple() if return_dict is False else out
+
+    def _add_losses(
+        self,
+        out: LatentLMOutput,
+        thought: Thought,
+        targets: Tensor,
+        num_items_in_batch: Tensor | int | None,
+    ) -> None:
+        count = (
+            (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+        )
+        hidden = thought.hidden.flatten(0, 1)
+        out.ce_loss = cross_entropy_sum(hidden, self.lm_head.weight, targets.flatten()) / count
+        if thought.penalty is None:
+            out.adaptive_loss = torch.zeros_like(out.ce_loss)
+            out.loss = out.ce_loss
+        else:
+            out.adaptive_loss = thought.penalty / count
+            out.loss = out.ce_loss + out.adaptive_loss
+
+    @torch.no_grad()
+    def count_flops(self, passes: Tensor) -> Flops:
+        """Exact FLOPs of a batch whose tokens executed `passes` (B, L), 0 at padding.
+
+        The same for every method that reads each slot once; `linear` counts the router with the
+        backbone.
+        """
+        config = self.config.backbone_config
+        heads = self.config.num_attention_heads
+        head_width = getattr(config, "head_dim", None) or self.config.hidden_size // heads
+        num_pairs = visible_pairs(
+            passes, self.config.visibility, getattr(config, "sliding_window", None)
+        )
+        return Flops(
+            linear=int(passes.sum()) * linear_flops(self.backbone),
+            attention=attention_flops(num_pairs, head_width, heads, self.config.num_hidden_layers),
+            head=int((passes > 0).sum()) * linear_flops(self.lm_head),
+        )
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        if self.config.initialization == "scaled":
+            config = self.config
+            scaled_init_(self, config.hidden_size, config.num_hidden_layers, self._init_seed)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Choose the attention backend by name; the backbone always attends through the slots.
+
+        Raises:
+            UserError: no such backend.
+        """
+        if attn_implementation not in BACKENDS:
+            raise UserError(
+                f"no attention backend {attn_implementation!r}: choose one of {', '.join(BACKENDS)}"
+            )
+        names = {"": attn_implementation, "backbone_config": ATTENTION_NAME}
+        self.config._attn_implementation = names
+
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], *, figures: Any = None, **kwargs: Any
+    ) -> None:
+        """Save as transformers does, with a model card and a stub for the Auto classes.
+
+        Args:
+            figures: name -> value, shown in the model card.
+        """
+        self.config.auto_map = auto_map(self)
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            write_extras(Path(save_directory), self, figures)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing to do: `save_pretrained` always writes an `auto_map`, and never source files."""
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # `forward` makes the SlotCache, and generate takes it from its output.
+        return False
+
+
+METHODS: dict[str, type[LatentLM]] = {}
+"""Name -> class of every method; filled by `register_method`."""
+
+M = TypeVar("M", bound=type[LatentLM])
+
+
+def register_method(name: str) -> Callable[[M], M]:
+    """Class decorator: enter a method into `METHODS` and into the Auto classes of transformers."""
+
+    def register(cls: M) -> M:
+        METHODS[name] = cls
+        AutoConfig.register(cls.config_class.model_type, cls.config_class)
+        AutoModelForCausalLM.register(cls.config_class, cls)
+        return cls
+
+    return register
+
+
+def method_class(name: str) -> type[LatentLM]:
+    """The class of method `name`.
+
+    Raises:
+        UserError: no such method; the message lists those there are.
+    """
+    if name not in METHODS:
+        raise UserError(f"unknown method {name!r}: choose one of {', '.join(sorted(METHODS))}")
+    return METHODS[name]
+
+
+def build_model(
+    method: str, backbone: PretrainedConfig | dict[str, Any] | None = None, **options: Any
+) -> LatentLM:
+    """A freshly initialised model.
+
+    Args:
+        method: a key of `METHODS`.
+        backbone: configuration of any decoder of transformers, or its dict; default Llama.
+        options: fields of the method's configuration class.
+
+    Raises:
+        UserError: unknown method, or options that do not fit.
+    """
+    cls = method_class(method)
+    return cls(cls.config_class(backbone_config=backbone, **options))

@@ -1,0 +1,93 @@
+"""Configuration shared by all methods: a backbone of transformers, its scale and initialisation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PretrainedConfig
+
+from latentcot.core.slots import Visibility
+from latentcot.errors import UserError
+
+
+@strict
+class LatentConfig(PretrainedConfig):
+    """Base of the configurations of all methods.
+
+    Args:
+        backbone_config: any decoder's configuration (or its dict with `model_type`); default Llama.
+        embedding_scale: factor on the input embedding; None means sqrt(2.5 d), which gives the
+            scaled initialisation unit standard deviation. 1 for a warm start.
+        initialization: `scaled` (truncated normal, std sqrt(2 / (5 d)), residual projections
+            divided by sqrt(2 layers)) or `stock` (the backbone's own).
+    """
+
+    sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    backbone_config: dict[str, Any] | PretrainedConfig | None = None
+    embedding_scale: float | int | None = None
+    initialization: Literal["scaled", "stock"] = "scaled"
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.backbone_config, PretrainedConfig):
+            self.backbone_config = copy.deepcopy(self.backbone_config)
+        else:
+            self.backbone_config = AutoConfig.for_model(
+                **{"model_type": "llama", **(self.backbone_config or {})}
+            )
+        self.tie_word_embeddings = bool(self.backbone_config.tie_word_embeddings)
+        if self.embedding_scale is None:
+            self.embedding_scale = math.sqrt(2.5 * self.backbone_config.hidden_size)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(self.backbone_config, name, None))
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Raise a UserError for values that make no sense; methods add their own."""
+        heads, width = self.num_attention_heads, self.hidden_size
+        if getattr(self.backbone_config, "head_dim", None) is None and width % heads:
+            raise UserError(
+                f"hidden_size {width} is not a multiple of num_attention_heads {heads}: "
+                "change one of them"
+            )
+
+    visibility: ClassVar[Visibility] = "all"
+
+    @property
+    def num_passes(self) -> int:
+        """K, the passes of the backbone that a token executes at most."""
+        return 1
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.backbone_config.vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.backbone_config.hidden_size)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return int(self.backbone_config.num_hidden_layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return int(self.backbone_config.num_attention_heads)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.backbone_config.max_position_embeddings)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing to do: the model's `save_pretrained` writes the `auto_map`."""

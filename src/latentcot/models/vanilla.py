@@ -1,0 +1,32 @@
+"""`vanilla`: the backbone as it is, one pass for each token."""
+
+from __future__ import annotations
+
+from typing import final
+
+from huggingface_hub.dataclasses import strict
+
+from latentcot.models.base import Chunk, LatentLM, Thought, register_method
+from latentcot.models.config import LatentConfig
+
+
+@strict
+class VanillaConfig(LatentConfig):
+    """Configuration of `VanillaLM`: nothing beyond the common fields."""
+
+    model_type = "latentcot_vanilla"
+
+
+@final
+@register_method("vanilla")
+class VanillaLM(LatentLM):
+    """One pass: z = F(e), logits = LMHead(z)."""
+
+    config_class = VanillaConfig
+
+    def think(self, chunk: Chunk) -> Thought:
+        packing = chunk.packing
+        slots = chunk.cache.step(1, packing, backend=self.attention_backend)
+        z = self.run(chunk.embeds, slots)
+        ones = packing.index.new_ones(len(packing))
+        return Thought(packing.scatter(z), packing.scatter(ones), None, {})

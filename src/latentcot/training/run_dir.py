@@ -1,0 +1,240 @@
+"""The run directory: what is written at the start, at the end, and how a run is opened again."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from latentcot.analysis.collect import collect_text
+from latentcot.analysis.report import RunReport, write_report
+from latentcot.data import Blocks, Corpus, Split, fingerprint, load_tokenizer, prepare
+from latentcot.errors import UserError
+from latentcot.evaluation.perplexity import Amp, evaluate, shuffled_passes
+from latentcot.models.base import LatentLM
+from latentcot.training.hardware import (
+    autocast,
+    choose_device,
+    resolve_attention,
+    resolve_precision,
+)
+from latentcot.training.metrics import read_rows
+from latentcot.training.recipe import Recipe, difference, make_recipe
+
+CHECKPOINTS = "checkpoints"
+RECIPE = "recipe.yaml"
+TOKENIZER = "tokenizer"
+EXPORT = "model"
+SUMMARY = "summary.json"
+VERSIONS = "versions.json"
+REPORT = "report.html"
+
+EVAL_BATCH_TOKENS = 2**13
+REPORT_TEXTS = 3
+REPORT_TOKENS = 512
+FREE_TO_CHANGE = ("training.max_steps", "training.checkpoint_every", "training.keep_checkpoints")
+"""Recipe keys that a resumed run may change: they leave every number as it is."""
+
+
+def check_resume(run_dir: Path, recipe: Recipe, resume: str, has_checkpoint: bool) -> None:
+    """Whether `recipe` may train in `run_dir`.
+
+    Raises:
+        UserError: a checkpoint is there and `resume` is `never`, or missing and it is `must`; the
+            directory belongs to another recipe or is not a run.
+    """
+    if resume == "must" and not has_checkpoint:
+        raise UserError(f"no checkpoint to resume in {run_dir}: use --resume auto to start anew")
+    if resume == "never" and (run_dir / RECIPE).exists():
+        raise UserError(
+            f"{run_dir} already holds a run: give another --run-dir, delete it, or use --resume auto"
+        )
+    if not (run_dir / RECIPE).exists():
+        if run_dir.is_dir() and any(run_dir.iterdir()):
+            raise UserError(f"{run_dir} is not empty and holds no run: give another --run-dir")
+        return
+    there = yaml.safe_load((run_dir / RECIPE).read_text(encoding="utf-8"))
+    here = recipe.model_dump(mode="json")
+    for key in FREE_TO_CHANGE:
+        section, name = key.split(".")
+        there.get(section, {}).pop(name, None)
+        here[section].pop(name, None)
+    if changed := difference(here, there):
+        raise UserError(
+            f"{run_dir} was started with another recipe: {changed}; give another --run-dir or the "
+            "recipe it was started with"
+        )
+
+
+def begin(run_dir: Path, recipe: Recipe, corpus: Corpus, precision: str) -> None:
+    """Write what a run is: resolved recipe, versions, tokenizer."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_text(run_dir / RECIPE, recipe.to_yaml())
+        write_text(run_dir / VERSIONS, json.dumps(versions() | {"precision": precision}, indent=2))
+        corpus.tokenizer.save_pretrained(run_dir / TOKENIZER)
+    except OSError as error:
+        raise UserError(f"cannot write to {run_dir} ({error}): give another --run-dir") from error
+
+
+def finish(
+    run_dir: Path,
+    model: LatentLM,
+    corpus: Corpus,
+    recipe: Recipe,
+    amp: Amp,
+    counters: dict[str, Any],
+) -> dict[str, Any]:
+    """Evaluate on whole validation and test text; write summary, exported model and report."""
+    length = recipe.training.block_length
+    batch_size = max(1, EVAL_BATCH_TOKENS // length)
+    blocks = Blocks(corpus.stream("validation"), length)
+    validation = evaluate(model, blocks.sequential(batch_size), amp)
+    test_blocks = Blocks(corpus.stream("test"), length)
+    bytes_per_token = corpus.bytes_per_token("test")
+    test = evaluate(model, test_blocks.sequential(batch_size), amp, bytes_per_token)
+    controls = {}
+    if test.steps_vs_ptarget is not None:
+        rule = shuffled_passes(model, amp)
+        shuffled = evaluate(model, test_blocks.sequential(batch_size), amp, keep_rule_for=rule)
+        controls["test_loss_shuffled_steps"] = shuffled.loss
+    summary = {
+        "name": recipe.name,
+        "method": recipe.model.method,
+        "seed": recipe.seed,
+        "val_loss": validation.loss,
+        "test_loss": test.loss,
+        "perplexity": test.perplexity,
+        "bits_per_byte": test.bits_per_byte,
+        "passes_per_token": test.passes_per_token,
+        "prune_ratio": test.prune_ratio,
+        "steps_vs_ptarget": test.steps_vs_ptarget,
+        **controls,
+        "train_passes_per_token": counters["passes"] / max(1, counters["tokens"]),
+        "parameters": model.num_parameters(),
+        **{
+            key: counters[key]
+            for key in ("step", "tokens", "kaplan_flops", "exact_flops", "seconds")
+        },
+    }
+    model.save_pretrained(run_dir / EXPORT, figures=summary)
+    corpus.tokenizer.save_pretrained(run_dir / EXPORT)
+    write_text(run_dir / SUMMARY, json.dumps(summary, indent=2))
+
+    texts = []
+    spread = max(1, test_blocks.num_blocks // REPORT_TEXTS)
+    for number, block in enumerate(test_blocks.sequential(1)):
+        if number % spread == 0 and len(texts) < REPORT_TEXTS:
+            ids = block[0][:REPORT_TOKENS]
+            title = f"Test text, block {number + 1}"
+            texts.append(collect_text(model, corpus.tokenizer, ids, title, amp))
+    write_report(
+        run_dir / REPORT,
+        RunReport(
+            title=f"{recipe.name} ({recipe.model.method})",
+            summary=summary,
+            recipe_yaml=recipe.to_yaml(),
+            history=read_rows(run_dir / "metrics.jsonl"),
+            texts=texts,
+            controls=controls,
+            by_steps=test.by_steps,
+        ),
+    )
+    return summary
+
+
+def open_model(path: Path) -> tuple[LatentLM, PreTrainedTokenizerBase, Recipe | None]:
+    """The model and tokenizer of a run directory (with its recipe) or of an exported model.
+
+    Raises:
+        UserError: nothing there, no exported model yet, or a tokenizer that does not fit.
+    """
+    recipe = None
+    export = path
+    if (path / RECIPE).is_file():
+        recipe = make_recipe(yaml.safe_load((path / RECIPE).read_text(encoding="utf-8")), str(path))
+        export = path / EXPORT
+        if not export.is_dir():
+            raise UserError(f"the run {path} has not finished: train it to its end first")
+    if not (export / "config.json").is_file():
+        raise UserError(f"no run and no exported model at {path}: give the folder of one")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(export)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load the model in {export}: {reason}") from error
+    if not isinstance(model, LatentLM):
+        raise UserError(f"{export} holds a {type(model).__name__}, not a latentcot model")
+    tokenizer = load_tokenizer(str(export))
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {export} has {len(tokenizer)} tokens and the model "
+            f"{model.config.vocab_size}: they do not belong together"
+        )
+    return model.eval(), tokenizer, recipe
+
+
+def evaluate_run(path: Path, split: Split, max_blocks: int | None = None) -> dict[str, Any]:
+    """Figures of a finished run on a split of its corpus, see `Evaluation`.
+
+    Raises:
+        UserError: no finished run at `path`.
+    """
+    model, tokenizer, recipe = open_model(path)
+    if recipe is None:
+        raise UserError(f"{path} is an exported model without a corpus: give a run directory")
+    config = recipe.training
+    device = choose_device(config.device)
+    precision = resolve_precision(config.precision, device)
+    model.set_attn_implementation(resolve_attention(config.attention, precision, device))
+    corpus = prepare(recipe.data)
+    if fingerprint(corpus.tokenizer) != fingerprint(tokenizer):
+        raise UserError(
+            f"the corpus of {path} has changed since it was trained (another tokenizer comes out "
+            "of it now): evaluate on the machine and Python that trained it"
+        )
+    blocks = Blocks(corpus.stream(split), config.block_length)
+    batch_size = max(1, EVAL_BATCH_TOKENS // config.block_length)
+    result = evaluate(
+        model.to(device),
+        blocks.sequential(batch_size, max_blocks),
+        autocast(precision, device),
+        corpus.bytes_per_token(split),
+    )
+    return result.as_dict()
+
+
+def versions() -> dict[str, Any]:
+    """What produced the numbers of a run: Python, packages, commit of the working directory."""
+    packages = ("latentcot", "torch", "transformers", "tokenizers", "datasets", "numpy")
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    try:
+        found["commit"] = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        found["commit"] = "unknown"
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside and rename it: a reader sees the old or the new one, never a half."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
