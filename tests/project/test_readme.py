@@ -20,7 +20,7 @@ BLOCK = re.compile(
 )
 # What makes a command of the README quick; where it has the option already, the last one counts.
 SHORT = {
-    "train": ["training.max_steps=2", "training.eval_blocks=2"],
+    "train": ["training.max_steps=2", "training.eval_blocks=2", "data.max_documents=40"],
     "eval": ["--blocks", "2"],
     "generate": ["--max-new-tokens", "4"],
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
@@ -58,7 +58,7 @@ BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager}
 
 
 def slot_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -85,7 +85,7 @@ def slot_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Rotary embeddings leave float32 queries and keys under autocast: store what is computed with.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
-    out = slots.attend(int(module.layer_idx), q, k, v, scaling, dropout, sliding_window)
+    out = slots.attend(module.layer_idx, q, k, v, scaling, dropout, sliding_window)
     return out[None], None
 
 

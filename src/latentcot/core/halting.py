@@ -1,4 +1,4 @@
-"""Probabilistic halting (section 3.3 of the paper): pure functions of gates and reach probabilities.
+"""Probabilistic halting, section 3.3 of the paper: pure functions of gates and reach.
 
 Shapes: N active tokens, K steps at most.
 """

@@ -157,7 +157,7 @@ class SlotCache(Cache):
     def step(
         self, step: int, packing: Packing, visibility: Visibility = "all", backend: str = "sdpa"
     ) -> SlotPass:
-        """One pass of the backbone over the active tokens at `step` (from 1): pass it as `slots`."""
+        """One pass over the active tokens at `step` (from 1): the backbone takes it as `slots`."""
         while len(self.steps) < step:
             self.steps.append(StepSlots(packing.batch_shape[0], packing.index.device))
         return SlotPass(self, step, packing, visibility, backend)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from latentcot.analysis.tokens import StepsRow
 from latentcot.core.halting import GivenPasses, KeepRule
 from latentcot.core.objective import IGNORE_INDEX, shift_labels, token_losses
 from latentcot.evaluation.statistics import spearman
@@ -42,14 +43,14 @@ class Evaluation:
     prune_ratio: float
     steps_vs_ptarget: float | None
     tokens: int
-    by_steps: list[dict[str, Any]] = field(default_factory=list)
+    by_steps: list[StepsRow] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def prune_ratio(passes_per_token: float, l_max: int) -> float:
-    """1 - E[latent steps] / l_max, the share of possible latent steps not executed; 0 at l_max 0."""
+    """1 - E[latent steps] / l_max, the share of latent steps not executed; 0 at l_max 0."""
     return 1 - (passes_per_token - 1) / l_max if l_max else 0.0
 
 

@@ -16,7 +16,6 @@ from latentcot.core.halting import Threshold, halt
 from latentcot.core.objective import adaptive_penalty, target_probs
 from latentcot.core.packing import Packing
 from latentcot.core.router import MultiRouter, RouterName, build_router, set_initial_gate
-from latentcot.core.slots import Visibility
 from latentcot.errors import UserError
 from latentcot.flops import Flops, linear_flops
 from latentcot.models.base import Chunk, LatentLM, Thought, register_method
@@ -34,7 +33,6 @@ class AdaptiveConfig(LatentConfig):
         lambda_adaptive: weight of the adaptive loss.
         beta: exponent of the target probability in it.
         initial_gate: value of every gate before training.
-        visibility: which slots of earlier steps a query sees, `all` (the paper) or `latest`.
     """
 
     model_type = "latentcot_adaptive"
@@ -45,7 +43,6 @@ class AdaptiveConfig(LatentConfig):
     lambda_adaptive: float | int = 0.4
     beta: float | int = 10.0
     initial_gate: float = 0.95
-    visibility: Visibility = "all"
 
     def check(self) -> None:
         super().check()

@@ -143,10 +143,15 @@ class LatentLM(PreTrainedModel, GenerationMixin):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """(B, L) token ids to (B, L, d) scaled embeddings e_t, what pass 1 reads."""
-        return self.get_input_embeddings()(input_ids) * self.config.embedding_scale
+        return self._scale(self.get_input_embeddings()(input_ids))
+
+    def _scale(self, embeds: Tensor) -> Tensor:
+        scale = self.config.embedding_scale
+        assert scale is not None
+        return embeds * scale
 
     def run(self, states: Tensor, slots: SlotPass) -> Tensor:
-        """One pass of the backbone, final norm included, over the active tokens: (N, d) to (N, d)."""
+        """One pass of the backbone, final norm included, over the active tokens: (N, d) each."""
         out = self.backbone(
             inputs_embeds=states[None],
             position_ids=slots.packing.positions[None],
@@ -207,9 +212,8 @@ class LatentLM(PreTrainedModel, GenerationMixin):
                 "output_attentions and output_hidden_states are not available: use output_steps"
             )
         if inputs_embeds is None:
-            embeds = self.embed(input_ids)
-        else:
-            embeds = inputs_embeds * self.config.embedding_scale
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        embeds = self._scale(inputs_embeds)
         batch_shape = (embeds.shape[0], embeds.shape[1])
         if attention_mask is not None:
             attention_mask = attention_mask[:, -batch_shape[1] :]
@@ -231,9 +235,9 @@ class LatentLM(PreTrainedModel, GenerationMixin):
                 output_steps=output_steps,
             )
         )
-        out = LatentLMOutput(
-            passes=thought.passes, last_hidden_state=thought.hidden, **thought.steps
-        )
+        out = LatentLMOutput(passes=thought.passes, last_hidden_state=thought.hidden)
+        for name, values in thought.steps.items():
+            out[name] = values
         if targets is not None:
             self._add_losses(out, thought, targets, num_items_in_batch)
         if not skip_logits:

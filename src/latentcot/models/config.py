@@ -21,6 +21,8 @@ class LatentConfig(PretrainedConfig):
         backbone_config: any decoder's configuration (or its dict with `model_type`); default Llama.
         embedding_scale: factor on the input embedding; None means sqrt(2.5 d), which gives the
             scaled initialisation unit standard deviation. 1 for a warm start.
+        visibility: which slots of earlier steps a query sees, `all` (the paper) or `latest`; the
+            same for a method whose tokens never see more than one slot of a position.
         initialization: `scaled` (truncated normal, std sqrt(2 / (5 d)), residual projections
             divided by sqrt(2 layers)) or `stock` (the backbone's own).
     """
@@ -28,9 +30,10 @@ class LatentConfig(PretrainedConfig):
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
-    backbone_config: dict[str, Any] | PretrainedConfig | None = None
+    backbone_config: Any = None
     embedding_scale: float | int | None = None
     initialization: Literal["scaled", "stock"] = "scaled"
+    visibility: Visibility = "all"
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -60,8 +63,6 @@ class LatentConfig(PretrainedConfig):
                 f"hidden_size {width} is not a multiple of num_attention_heads {heads}: "
                 "change one of them"
             )
-
-    visibility: ClassVar[Visibility] = "all"
 
     @property
     def num_passes(self) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 STUB_MODULE = "modeling_latentcot"
 
-_STUB = '''"""Lets programs that never import latentcot load this model; needs `pip install latentcot`."""
+_STUB = '''"""Lets programs that never import latentcot load this model: `pip install latentcot`."""
 
 from {module} import {config}, {model}
 

@@ -163,8 +163,9 @@ class Run:
         loss = ce_loss + adaptive_loss
         if not math.isfinite(loss) or not math.isfinite(float(grad_norm)):
             raise UserError(
-                f"the loss of step {counters.step + 1} is {loss} (gradient norm {float(grad_norm)}): "
-                "lower training.learning_rate or training.grad_clip; the last checkpoint is unharmed"
+                f"the loss of step {counters.step + 1} is {loss} (gradient norm "
+                f"{float(grad_norm)}): lower training.learning_rate or training.grad_clip; "
+                "the last checkpoint is unharmed"
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

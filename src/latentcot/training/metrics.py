@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ class Metrics:
         kept = [row for row in read_rows(self.path) if row["step"] <= step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        partial.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 

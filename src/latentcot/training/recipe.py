@@ -78,13 +78,31 @@ class TrainingConfig(Strict):
         return self.micro_batch_size or self.batch_size
 
 
+class ModelSection(Strict):
+    """What is trained: a method over a backbone; each method adds its options."""
+
+    method: str
+    backbone: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check_backbone(self) -> ModelSection:
+        kind = self.backbone.get("model_type", "llama")
+        if kind not in CONFIG_MAPPING:
+            raise ValueError(f"no backbone {kind!r} in transformers{_nearest(kind, CONFIG_MAPPING)}")
+        known = {field.name for field in fields(CONFIG_MAPPING[kind])} | {"model_type"}
+        for key in self.backbone:
+            if key not in known:
+                raise ValueError(f"a {kind} backbone has no key {key!r}{_nearest(key, known)}")
+        return self
+
+
 class Recipe(Strict):
     """A run: what is trained (`model`), on what (`data`), how (`training`), from which seed."""
 
     name: str
     note: str = ""
     seed: int = 0
-    model: Any
+    model: ModelSection
     data: DataConfig = DataConfig()
     training: TrainingConfig
 
@@ -107,7 +125,8 @@ class Recipe(Strict):
         if length > model.config.max_position_embeddings:
             raise UserError(
                 f"training.block_length {length} is longer than the backbone's "
-                f"max_position_embeddings {model.config.max_position_embeddings}: change one of them"
+                f"max_position_embeddings {model.config.max_position_embeddings}: "
+                "change one of them"
             )
         return model
 
@@ -222,7 +241,10 @@ def _model_section(method: str) -> type[BaseModel]:
     common = {field.name for field in fields(PretrainedConfig)}
     skipped = common | {"backbone_config", "tie_word_embeddings"}
     hints = _option_types(config_class)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "method": (Literal[method], ...),
+        "backbone": (dict[str, Any], Field(default_factory=dict)),
+    }
     for option in fields(config_class):
         if option.name in skipped or option.name.endswith("_token_id"):
             continue
@@ -230,10 +252,7 @@ def _model_section(method: str) -> type[BaseModel]:
         options[option.name] = (hints[option.name], default)
     return create_model(
         f"{method}_model",
-        __base__=Strict,
-        method=(Literal[method], ...),
-        backbone=(dict[str, Any], Field(default_factory=dict)),
-        __validators__={"check_backbone": model_validator(mode="after")(_check_backbone)},
+        __base__=ModelSection,
         **options,
     )
 
@@ -248,21 +267,10 @@ def _option_types(config_class: type[LatentConfig]) -> dict[str, Any]:
     return types
 
 
-def _check_backbone(section: Any) -> Any:
-    kind = section.backbone.get("model_type", "llama")
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(f"no backbone {kind!r} in transformers{_nearest(kind, CONFIG_MAPPING)}")
-    known = {field.name for field in fields(CONFIG_MAPPING[kind])} | {"model_type"}
-    for key in section.backbone:
-        if key not in known:
-            raise ValueError(f"a {kind} backbone has no key {key!r}{_nearest(key, known)}")
-    return section
-
-
 @functools.lru_cache(maxsize=8)
 def _recipe_type_of(methods: tuple[str, ...]) -> type[Recipe]:
-    union = functools.reduce(operator.or_, (_model_section(method) for method in methods))
-    model = Annotated[union, Field(discriminator="method")] if len(methods) > 1 else union
+    union: Any = functools.reduce(operator.or_, (_model_section(method) for method in methods))
+    model: Any = Annotated[union, Field(discriminator="method")] if len(methods) > 1 else union
     return create_model("Recipe", __base__=Recipe, model=(model, ...))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from latentcot.analysis.collect import collect_text
 from latentcot.analysis.report import RunReport, write_report
+from latentcot.analysis.tokens import TextView
 from latentcot.data import Blocks, Corpus, Split, fingerprint, load_tokenizer, prepare
 from latentcot.errors import UserError
 from latentcot.evaluation.perplexity import Amp, evaluate, shuffled_passes
@@ -54,7 +54,8 @@ def check_resume(run_dir: Path, recipe: Recipe, resume: str, has_checkpoint: boo
         raise UserError(f"no checkpoint to resume in {run_dir}: use --resume auto to start anew")
     if resume == "never" and (run_dir / RECIPE).exists():
         raise UserError(
-            f"{run_dir} already holds a run: give another --run-dir, delete it, or use --resume auto"
+            f"{run_dir} already holds a run: give another --run-dir, delete it, or use "
+            "--resume auto"
         )
     if not (run_dir / RECIPE).exists():
         if run_dir.is_dir() and any(run_dir.iterdir()):
@@ -128,7 +129,7 @@ def finish(
     corpus.tokenizer.save_pretrained(run_dir / EXPORT)
     write_text(run_dir / SUMMARY, json.dumps(summary, indent=2))
 
-    texts = []
+    texts: list[TextView] = []
     spread = max(1, test_blocks.num_blocks // REPORT_TEXTS)
     for number, block in enumerate(test_blocks.sequential(1)):
         if number % spread == 0 and len(texts) < REPORT_TEXTS:
@@ -237,4 +238,4 @@ def write_text(path: Path, text: str) -> None:
     """Write a file beside and rename it: a reader sees the old or the new one, never a half."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    partial.replace(path)
