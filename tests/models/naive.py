@@ -1,8 +1,8 @@
 """Adaptive latent CoT from the paper's equations, one (t, k) at a time: slow, and easy to check.
 
 No cache class, no packing, no mask, no batch: two nested loops over steps and positions,
-dictionaries for keys and values, and a LLaMA layer written out. It shares the parameters with the library, and
-transformers' RMSNorm and RoPE tables, which round to float32 whatever the model's dtype.
+dictionaries for keys and values, and a LLaMA layer written out. It shares the parameters with the
+library, and transformers' RMSNorm and RoPE tables, which round to float32 whatever the dtype.
 """
 
 import math

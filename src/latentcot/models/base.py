@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -375,4 +376,16 @@ def build_model(
         UserError: unknown method, or options that do not fit.
     """
     cls = method_class(method)
-    return cls(cls.config_class(backbone_config=backbone, **options))
+    known = cls.config_class.option_names()
+    if unknown := sorted(options.keys() - known):
+        raise UserError(
+            f"{method} has no option {unknown[0]!r}: its options are {', '.join(sorted(known))}"
+        )
+    try:
+        config = cls.config_class(backbone_config=backbone, **options)
+        return cls(config)
+    except UserError:
+        raise
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
+        raise UserError(f"a {method} model cannot be built from this: {reason}") from error

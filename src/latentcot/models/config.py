@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -57,12 +58,16 @@ class LatentConfig(PretrainedConfig):
 
     def check(self) -> None:
         """Raise a UserError for values that make no sense; methods add their own."""
-        heads, width = self.num_attention_heads, self.hidden_size
-        if getattr(self.backbone_config, "head_dim", None) is None and width % heads:
-            raise UserError(
-                f"hidden_size {width} is not a multiple of num_attention_heads {heads}: "
-                "change one of them"
-            )
+        if self.embedding_scale is not None and self.embedding_scale <= 0:
+            raise UserError(f"embedding_scale is {self.embedding_scale}: give a number above 0")
+
+    @classmethod
+    def option_names(cls) -> set[str]:
+        """Fields that latentcot's classes declare and a user may set; not transformers' own."""
+        inherited = {field.name for field in fields(PretrainedConfig)}
+        fixed = {"backbone_config", "tie_word_embeddings"}
+        own = {field.name for field in fields(cls)} - inherited - fixed
+        return {name for name in own if not name.endswith("_token_id")}
 
     @property
     def num_passes(self) -> int:

@@ -95,9 +95,9 @@ class Checkpoints:
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
             # Renamed first: a kill in the middle of the removal leaves no half checkpoint behind.
-            doomed = self.directory / f".partial-{step:08d}"
-            (self.directory / f"step-{step:08d}").rename(doomed)
-            shutil.rmtree(doomed)
+            (self.directory / f"step-{step:08d}").rename(self.directory / f".partial-{step:08d}")
+        for partial in self.directory.glob(".partial-*"):  # those of earlier kills included
+            shutil.rmtree(partial)
 
 
 def _sha256(path: Path) -> str:

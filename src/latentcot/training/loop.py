@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,20 +70,18 @@ def train(recipe: Recipe, run_dir: Path, resume: str = "auto") -> dict[str, Any]
     """
     run = Run(recipe, run_dir, resume)
     config = recipe.training
-    with run.progress, stop_signals() as stopped:
+    with closing(run.metrics), run.progress, stop_signals() as stopped:
         while not run.is_done():
             row = run.update()
-            if stopped:
-                run.save()
-                raise SystemExit(128 + stopped[0])
             is_last = run.is_done()
             if row["step"] % config.eval_every == 0 or is_last:
                 run.evaluate()
             if row["step"] % config.checkpoint_every == 0 or is_last:
                 run.save()
-    summary = files.finish(run_dir, run.model, run.corpus, recipe, run.amp, asdict(run.counters))
-    run.metrics.close()
-    return summary
+            if stopped:
+                run.save()
+                raise SystemExit(128 + stopped[0])
+    return files.finish(run_dir, run.model, run.corpus, recipe, run.amp, asdict(run.counters))
 
 
 class Run:
@@ -115,11 +113,11 @@ class Run:
         Blocks(self.corpus.stream("test"), config.block_length)  # too short a split: fail now
 
         self.counters = Counters()
+        self.watch = RouterWatch(self.model.config.num_passes - 1)
         if saved_steps:
             self._load(saved_steps[-1])
         files.begin(run_dir, recipe, self.corpus, precision)
         self.metrics = Metrics(run_dir, self.counters.step)
-        self.watch = RouterWatch(self.model.config.num_passes - 1)
         self.progress.describe(self.num_parameters, precision, self.device, self.corpus)
 
     def is_done(self) -> bool:
@@ -227,14 +225,22 @@ class Run:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "counters": asdict(self.counters),
+                "watch": asdict(self.watch),
+                "corpus": checksums(self.corpus),
             },
         )
 
     def _load(self, step: int) -> None:
         state = self.checkpoints.load(step)
+        if state["corpus"] != checksums(self.corpus):
+            raise UserError(
+                f"the corpus {self.recipe.data.source} is not what this run was started on: "
+                "give another --run-dir, or the text and tokenizer as they were"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.counters = Counters(**state["counters"])
+        self.watch = RouterWatch(**state["watch"])
         self.progress.say(f"going on after step {step}")
 
     def _share_after_this_step(self) -> float:
@@ -251,6 +257,11 @@ def seed_everything(seed: int, purpose: str) -> None:
     """Seed torch with a hash of `seed` and `purpose`."""
     digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(digest, "big"))
+
+
+def checksums(corpus: Corpus) -> list[str]:
+    """Checksums of all tokens of a corpus."""
+    return [shard.sha256 for split in corpus.manifest.splits.values() for shard in split.shards]
 
 
 def set_special_tokens(model: LatentLM, corpus: Corpus) -> None:

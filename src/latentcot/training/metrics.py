@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,13 @@ class Metrics:
         self._board.close()
 
 
+@dataclass
 class RouterWatch:
     """Warns once when the router has died (nobody thinks) or sleeps (nothing is pruned).
 
     A dead router does not come back: a pruned token sends it no cross-entropy gradient. A sleeping
     one saves nothing. Both are judged on a running mean, and sleep only after a share of the run.
+    Saved with every checkpoint: a resumed run does not warn again.
     """
 
     DEAD_PASSES = 1.05
@@ -66,10 +69,9 @@ class RouterWatch:
     ASLEEP_AFTER = 0.5
     SMOOTHING = 0.95
 
-    def __init__(self, l_max: int):
-        self.l_max = l_max
-        self.passes: float | None = None
-        self.warned: set[str] = set()
+    l_max: int
+    passes: float | None = None
+    warned: list[str] = field(default_factory=list)
 
     def update(self, passes_per_token: float, share_spent: float) -> str | None:
         """Take in an update; returns a warning the first time there is one."""
@@ -95,5 +97,5 @@ class RouterWatch:
     def _once(self, kind: str, message: str) -> str | None:
         if kind in self.warned:
             return None
-        self.warned.add(kind)
+        self.warned.append(kind)
         return message

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING
 
 from latentcot.data import DataConfig
 from latentcot.errors import UserError
@@ -88,7 +88,9 @@ class ModelSection(Strict):
     def _check_backbone(self) -> ModelSection:
         kind = self.backbone.get("model_type", "llama")
         if kind not in CONFIG_MAPPING:
-            raise ValueError(f"no backbone {kind!r} in transformers{_nearest(kind, CONFIG_MAPPING)}")
+            raise ValueError(
+                f"no backbone {kind!r} in transformers{_nearest(kind, CONFIG_MAPPING)}"
+            )
         known = {field.name for field in fields(CONFIG_MAPPING[kind])} | {"model_type"}
         for key in self.backbone:
             if key not in known:
@@ -115,13 +117,7 @@ class Recipe(Strict):
         section = self.model.model_dump()
         method, backbone = section.pop("method"), section.pop("backbone")
         length = self.training.block_length
-        try:
-            model = build_model(method, backbone, **section)
-        except UserError:
-            raise
-        except Exception as error:  # transformers validates with several kinds of exceptions
-            reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
-            raise UserError(f"the model of this recipe cannot be built: {reason}") from error
+        model = build_model(method, backbone, **section)
         if length > model.config.max_position_embeddings:
             raise UserError(
                 f"training.block_length {length} is longer than the backbone's "
@@ -220,7 +216,7 @@ def _merge(base: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             if key == "model" and value.get("method", old.get("method")) != old.get("method"):
-                old = {"backbone": old.get("backbone")}
+                old = {"backbone": old.get("backbone", {})}
             merged[key] = _merge(old, value)
         else:
             merged[key] = value
@@ -238,18 +234,16 @@ def _flatten(content: Any, prefix: str = "") -> dict[str, Any]:
 def _model_section(method: str) -> type[BaseModel]:
     """The `model` section of a method: its configuration's own fields, typed as there."""
     config_class = METHODS[method].config_class
-    common = {field.name for field in fields(PretrainedConfig)}
-    skipped = common | {"backbone_config", "tie_word_embeddings"}
+    names = config_class.option_names()
     hints = _option_types(config_class)
     options: dict[str, Any] = {
         "method": (Literal[method], ...),
         "backbone": (dict[str, Any], Field(default_factory=dict)),
     }
     for option in fields(config_class):
-        if option.name in skipped or option.name.endswith("_token_id"):
-            continue
-        default = option.default if option.default is not MISSING else ...
-        options[option.name] = (hints[option.name], default)
+        if option.name in names:
+            default = option.default if option.default is not MISSING else ...
+            options[option.name] = (hints[option.name], default)
     return create_model(
         f"{method}_model",
         __base__=ModelSection,

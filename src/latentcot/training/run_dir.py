@@ -58,7 +58,8 @@ def check_resume(run_dir: Path, recipe: Recipe, resume: str, has_checkpoint: boo
             "--resume auto"
         )
     if not (run_dir / RECIPE).exists():
-        if run_dir.is_dir() and any(run_dir.iterdir()):
+        # Hidden files do not count: a kill at the very start leaves a half-written recipe.
+        if any(run_dir.glob("[!.]*")):
             raise UserError(f"{run_dir} is not empty and holds no run: give another --run-dir")
         return
     there = yaml.safe_load((run_dir / RECIPE).read_text(encoding="utf-8"))
@@ -140,7 +141,7 @@ def finish(
         run_dir / REPORT,
         RunReport(
             title=f"{recipe.name} ({recipe.model.method})",
-            summary=summary,
+            summary={key: value for key, value in summary.items() if value is not None},
             recipe_yaml=recipe.to_yaml(),
             history=read_rows(run_dir / "metrics.jsonl"),
             texts=texts,
