@@ -1,7 +1,7 @@
 """Does pruning save time? Training steps with half of the tokens pruned after step 1.
 
-Which tokens stop is forced, so the FLOPs are known: spread evenly over the sequences of the batch, and
-unevenly (from none to all tokens of a sequence). Each is compared with the unpruned step of the
+Which tokens stop is forced, so the FLOPs are known: spread evenly over the sequences of the batch,
+and unevenly (from none to all tokens of a sequence). Each is compared with the unpruned step of the
 same model in interleaved pairs; the ratio of times is set beside the ratio of exact FLOPs.
 
     python benchmarks/pruning.py --hidden-size 512 --seq-len 1024

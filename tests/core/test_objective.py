@@ -15,7 +15,8 @@ from latentcot.core.objective import (
 
 @pytest.fixture(params=[1, 3, 2**24], ids=lambda size: f"chunk{size}")
 def _chunk(request, monkeypatch):
-    monkeypatch.setattr(objective, "CHUNK_LOGITS", request.param * 13)
+    monkeypatch.setattr(objective, "CHUNK_TOKENS", request.param)
+    monkeypatch.setattr(objective, "CPU_CHUNK_LOGITS", 0)
 
 
 @pytest.mark.usefixtures("_chunk")

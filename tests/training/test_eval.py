@@ -39,27 +39,25 @@ def test_evaluate_equals_plain_torch(model: LatentLM, batches: list[np.ndarray])
     ids = torch.from_numpy(np.concatenate(batches))
     with torch.no_grad():
         out = model.eval()(ids)
-    losses = F.cross_entropy(
-        out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
+    logits, targets = out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    loss, p_target = losses.mean().item(), losses.neg().exp()
     passes = out.passes[:, :-1].flatten().double()
     assert len(passes.unique()) >= 3
 
     result = evaluate(model, batches, nullcontext, bytes_per_token=2.5)
     assert result.tokens == 3 * 16
-    assert result.loss == pytest.approx(losses.mean().item(), rel=1e-12)
-    assert result.perplexity == pytest.approx(losses.mean().exp().item(), rel=1e-12)
-    assert result.bits_per_byte == pytest.approx(
-        losses.mean().item() / math.log(2) / 2.5, rel=1e-12
-    )
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    assert result.perplexity == pytest.approx(math.exp(loss), rel=1e-12)
+    assert result.bits_per_byte == pytest.approx(loss / math.log(2) / 2.5, rel=1e-12)
     assert result.passes_per_token == pytest.approx(passes.mean().item(), rel=1e-12)
     assert result.prune_ratio == pytest.approx(1 - (passes.mean().item() - 1) / 3, rel=1e-12)
-    expected = naive_spearman((passes - 1).tolist(), losses.neg().exp().tolist())
+    expected = naive_spearman((passes - 1).tolist(), p_target.tolist())
     assert result.steps_vs_ptarget == pytest.approx(expected, rel=1e-12)
     for row in result.by_steps:
         chosen = passes == row["latent_steps"] + 1
         assert row["share"] == pytest.approx(chosen.double().mean().item())
-        assert row["mean_p_target"] == pytest.approx(losses.neg().exp()[chosen].mean().item())
+        assert row["mean_p_target"] == pytest.approx(p_target[chosen].mean().item())
     assert sum(row["share"] for row in result.by_steps) == pytest.approx(1)
 
 

@@ -1,4 +1,4 @@
-"""HF's Trainer and our loop are the same training: same data, same losses, 20 updates in float64."""
+"""HF's Trainer and our loop train alike: same data, same losses, 20 updates in float64."""
 
 import pytest
 import torch

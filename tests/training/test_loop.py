@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,26 @@ def test_a_run_records_and_shows_the_warning(
     assert left.code == 0
     (warning,) = (row for row in rows(tmp_path / "run") if row["kind"] == "warning")
     assert news in warning["message"]
-    assert left.err.count(news) == 1
+    assert left.err.splitlines().count(f"warning: {warning['message']}") == 1
+
+
+def test_a_run_tells_what_it_does_in_whole_lines(
+    tmp_path: Path, source: Path, latentcot: Latentcot
+):
+    path = write_recipe(tmp_path / "tiny.yaml", tiny(source, max_steps=2))
+    left = latentcot("train", path, "--run-dir", tmp_path / "run")
+    lines = left.err.splitlines()
+    assert any(re.fullmatch(r"tiny: 0\.01M parameters, up to 3 .* tokens", line) for line in lines)
+    (evaluated,) = (line for line in lines if "validation loss" in line)
+    assert re.fullmatch(r"step +2 .* validation loss \d\.\d{4}  passes .* tokens/s", evaluated)
+    assert "test_loss" in left.out
+    assert f"report: {tmp_path / 'run' / 'report.html'}" in left.out.splitlines()
+
+
+def test_json_on_stdout_is_the_summary(tmp_path: Path, source: Path, latentcot: Latentcot):
+    path = write_recipe(tmp_path / "tiny.yaml", tiny(source, max_steps=2))
+    left = latentcot("train", path, "--run-dir", tmp_path / "run", "--json")
+    assert json.loads(left.out) == json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
 def test_summary(finished: Path):

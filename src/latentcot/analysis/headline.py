@@ -87,6 +87,13 @@ METRICS = {
         "tokens.",
         _fixed(2),
     ),
+    "test_loss_shuffled_steps": _Metric(
+        "Test loss, passes dealt at random",
+        "nats/token",
+        "The same model and the same number of passes, given to random tokens: what choosing where "
+        "to think is worth.",
+        _fixed(3),
+    ),
     "exact_flops": _Metric(
         "Training compute",
         "FLOPs",
@@ -112,6 +119,7 @@ METRICS = {
     "seconds": _Metric("Training time", "", "Wall-clock time.", _duration),
 }
 LOSSES = ("val_loss", "test_loss")
+CONTROLS = ("test_loss_shuffled_steps",)
 MAX_TILES = 6
 
 
@@ -121,7 +129,8 @@ def headline(summary: Mapping[str, Value]) -> list[Number]:
     A loss that is not finite stays, because it is the news of such a run; any other number that is
     undefined (a correlation of constants) leaves its place to the next.
     """
-    shown = [key for key in METRICS if key in summary and _has_place(key, summary[key])]
+    tiles = [key for key in METRICS if key not in CONTROLS]
+    shown = [key for key in tiles if key in summary and _has_place(key, summary[key])]
     return [_describe(key, summary[key]) for key in shown[:MAX_TILES]]
 
 

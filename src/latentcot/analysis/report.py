@@ -56,6 +56,7 @@ def write_report(path: str | PathLike[str], run: RunReport) -> None:
         styles=Markup(_template_text("report.css") + tokenview.css_text()),
         tiles=headline.headline(run.summary),
         numbers=headline.all_numbers(run.summary),
+        controls=headline.all_numbers(run.controls),
         profile_figure=_svg(figures.steps_profile(profile)) if len(profile) > 1 else None,
         profile_of_texts=run.by_steps is None,
         **_training(run.history),
@@ -84,7 +85,6 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["json_script"] = tokenview.to_json_script
-    environment.filters["number"] = headline.format_number
     return environment.get_template("report.html.j2")
 
 

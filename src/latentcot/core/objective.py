@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORE_INDEX = -100
-CHUNK_LOGITS = 2**24
-"""Logits held at a time: 64 MiB in float32."""
+CHUNK_LOGITS, CPU_CHUNK_LOGITS = 2**26, 2**18
+"""Logits held at a time: what fills an accelerator, what stays in the cache of a core."""
+CHUNK_TOKENS = 128
+"""Tokens of a chunk at least: fewer would spend their time adding up the head's gradient."""
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -24,10 +26,11 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def chunks(num_tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of the tokens whose logits are held at a time."""
-    size = max(1, CHUNK_LOGITS // vocabulary)
-    for start in range(0, num_tokens, size):
+def chunks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
+    """Slices of the (N, d) states whose logits are held at a time."""
+    num_logits = CPU_CHUNK_LOGITS if hidden.device.type == "cpu" else CHUNK_LOGITS
+    size = max(CHUNK_TOKENS, num_logits // vocabulary)
+    for start in range(0, len(hidden), size):
         yield slice(start, start + size)
 
 
@@ -41,7 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        for part in chunks(len(targets), weight.shape[0]):
+        for part in chunks(hidden, weight.shape[0]):
             logits = (hidden[part] @ weight.T).to(wide)
             total += F.cross_entropy(
                 logits, targets[part], ignore_index=IGNORE_INDEX, reduction="sum"
@@ -93,7 +96,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
             ignore_index=IGNORE_INDEX,
             reduction="none",
         )
-        for part in chunks(len(targets), weight.shape[0])
+        for part in chunks(hidden, weight.shape[0])
     ]
     return torch.cat(losses)
 

@@ -57,10 +57,10 @@ class Progress:
         self._bar.stop()
 
     def say(self, message: str) -> None:
-        self.console.print(message, markup=False)
+        self.console.print(message, markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        self.console.print(f"warning: {message}", style="yellow", markup=False)
+        self.console.print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
 
     def describe(
         self, num_parameters: int, precision: str, device: torch.device, corpus: Corpus
