@@ -132,8 +132,13 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+    except OSError as error:  # a full disk, a folder that may not be written, ...
+        print(f"error: {error}: mend this and give the same command again", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ def moment_of(event: str, path: str, target: str) -> str | None:
     match event, Path(path).name, Path(target).name:
         case "os.rename", _, "recipe.yaml":
             return "before the first file"
+        case "os.rename", _, "summary.json":
+            return "before the summary"
         case "os.rename", "metrics.partial", _:
             return "rewriting the metrics"
         case "open", "meta.json", "w":
@@ -40,6 +42,7 @@ def moment_of(event: str, path: str, target: str) -> str | None:
     return None
 
 
+AT_END = "before the summary"
 AT_START = ("before the first file", "rewriting the metrics")
 WHILE_TRAINING = (
     "after an update",

@@ -5,11 +5,12 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from latentcot.data import Blocks, prepare
 from latentcot.errors import UserError
 from latentcot.models import METHODS
 from latentcot.training.checkpoint import Checkpoints
@@ -80,25 +81,45 @@ def test_an_update_is_the_mean_over_its_targets(tmp_path: Path, source: Path):
     assert row["tokens"] == ids.numel()
 
 
-def test_all_methods_start_alike_and_read_alike(tmp_path: Path, source: Path):
-    def record(method: str, seed: int) -> tuple[list[list[int]], torch.Tensor]:
-        run = Run(make_recipe(tiny(source, method) | {"seed": seed}), tmp_path / f"{method}{seed}")
-        start = torch.nn.utils.parameters_to_vector(run.model.backbone.parameters()).clone()
-        seen: list[list[int]] = []
-        run.model.register_forward_pre_hook(lambda _, arguments: seen.extend(arguments[0].tolist()))
-        for _ in range(3):
-            run.update()
-        run.metrics.close()
-        return seen, start
+class Record(NamedTuple):
+    """The weights a run starts from; the ids and the state of chance of its first updates."""
 
-    (ids, start), *others = (record(method, 0) for method in METHODS)
-    assert len(ids) == 3 * 4
-    for other_ids, other_start in others:
-        assert other_ids == ids
-        assert torch.equal(other_start, start)
-    other_ids, other_start = record("vanilla", 1)
-    assert other_ids != ids
-    assert not torch.equal(other_start, start)
+    start: torch.Tensor
+    ids: list[list[int]]
+    seeds: list[int]
+
+
+def record(run_dir: Path, content: dict[str, Any]) -> Record:
+    run = Run(make_recipe(content), run_dir)
+    start = torch.nn.utils.parameters_to_vector(run.model.backbone.parameters()).detach().clone()
+    found = Record(start, [], [])
+
+    def see(model: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        found.ids.extend(arguments[0].tolist())
+        found.seeds.append(torch.initial_seed())
+
+    run.model.register_forward_pre_hook(see)
+    for _ in range(3):
+        run.update()
+    run.metrics.close()
+    return found
+
+
+def test_all_methods_start_alike_and_read_alike(tmp_path: Path, source: Path):
+    first, *others = (record(tmp_path / method, tiny(source, method)) for method in METHODS)
+    assert others
+    for other in others:
+        assert torch.equal(other.start, first.start)
+        assert (other.ids, other.seeds) == (first.ids, first.seeds)
+
+
+def test_data_and_chance_are_functions_of_seed_and_step(tmp_path: Path, source: Path):
+    zero, one = (record(tmp_path / str(seed), tiny(source) | {"seed": seed}) for seed in (0, 1))
+    stream = prepare(make_recipe(tiny(source)).data).stream("train")
+    assert zero.ids == Blocks(stream, 16, seed=0).samples(0, 3 * 4).tolist()
+    assert one.ids == Blocks(stream, 16, seed=1).samples(0, 3 * 4).tolist()
+    assert not torch.equal(zero.start, one.start)
+    assert len({*zero.seeds, *one.seeds}) == 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -171,5 +171,7 @@ def test_a_shipped_recipe_builds(path: Path):
         assert recipe.data.tokenizer.vocab_size <= model.config.vocab_size
 
 
-def test_there_are_shipped_recipes():
-    assert SHIPPED
+def test_shipped_recipes_have_names_of_their_own():
+    names = [load_recipe(path).name for path in SHIPPED]
+    assert names
+    assert len(set(names)) == len(names)

@@ -18,14 +18,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from latentcot.errors import UserError
+from latentcot.training.checkpoint import Checkpoints
 from latentcot.training.loop import Run, train
 from latentcot.training.recipe import Recipe, make_recipe
-from training.crash import AT_START, WHILE_TRAINING
+from training.crash import AT_END, AT_START, WHILE_TRAINING
 from training.helpers import Latentcot, checkpoints, rows, tiny, train_rows, weights, write_recipe
 
 Interrupt = Callable[[int, Callable[[], None]], None]
@@ -51,7 +53,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
     def install(step: int, action: Callable[[], None]) -> None:
         update = Run.update
 
-        def interrupted(self: Run) -> dict[str, object]:
+        def interrupted(self: Run) -> dict[str, Any]:
             if self.counters.step == step - 1:
                 monkeypatch.setattr(Run, "update", update)
                 action()
@@ -113,6 +115,7 @@ def test_kill_9_at_any_moment_changes_nothing(tmp_path: Path, source: Path):
     kills += [("after an update", chance.randint(1, 6)) for _ in range(3)]
     kills += [("removing an old checkpoint", 2)]  # the first of its two files is gone
     chance.shuffle(kills)
+    kills.append((AT_END, 1))
     content = tiny(source, explore=0.3, budget_tokens=28 * 64, checkpoint_every=2)
     path = write_recipe(tmp_path / "tiny.yaml", content)
 
@@ -133,6 +136,26 @@ def test_kill_9_at_any_moment_changes_nothing(tmp_path: Path, source: Path):
     statuses = json.loads(done.stdout)
     assert statuses == [signal.SIGKILL] * len(kills) + [0, 0], f"{kills}\n{done.stderr}"
     assert_same_run(tmp_path / "killed", tmp_path / "quiet")
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kept = Checkpoints(tmp_path, keep=1)
+    kept.save(1, {"step": 1})
+    unlink = os.unlink
+
+    def unlink_one(*arguments: Any, **options: Any) -> None:
+        unlink(*arguments, **options)
+        crash()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_one)
+        with pytest.raises(Crash):
+            kept.save(2, {"step": 2})
+    assert [kept.load(step) for step in kept.steps()] == [{"step": 2}]
+    kept.save(3, {"step": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def test_half_a_line_of_metrics_is_dropped(

@@ -46,12 +46,14 @@ def eager(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.mT * scaling
-    if mask is None:
-        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=wide)
-    return F.dropout(weights, dropout).to(value.dtype) @ value
+    # The softmax of a low-precision type adds up in float32 by itself: autocast need not widen it.
+    with torch.autocast(query.device.type, enabled=False):
+        scores = (query * scaling) @ key.mT
+        if mask is None:
+            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+        bias = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -math.inf)
+        weights = scores.add_(bias).softmax(dim=-1)
+        return F.dropout(weights, dropout) @ value
 
 
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager}
@@ -84,9 +86,13 @@ def slot_attention(
         raise ValueError("this backbone belongs to a latentcot model: call that model instead")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Rotary embeddings leave float32 queries and keys under autocast: store what is computed with.
-    q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+    # Slots live where the input was, also when `device_map` puts this layer elsewhere.
+    q, k, v = (
+        tensor[0].transpose(0, 1).to(slots.packing.index.device, value.dtype)
+        for tensor in (query, key, value)
+    )
     out = slots.attend(module.layer_idx, q, k, v, scaling, dropout, sliding_window)
-    return out[None], None
+    return out[None].to(query.device), None
 
 
 ATTENTION_NAME = "latentcot"
