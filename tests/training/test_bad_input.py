@@ -4,10 +4,13 @@ All through the entry point of the command line; what a message must name is wha
 for in it.
 """
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from latentcot.training import run_dir as run_dir_module
 from latentcot.training.loop import train
 from latentcot.training.recipe import make_recipe
 from training.helpers import Latentcot, Outcome, tiny, write_recipe
@@ -152,6 +155,20 @@ def test_prompts(run_dir: Path, latentcot: Latentcot, prompt: str, message: str)
     assert_refused(latentcot("generate", run_dir, "--prompt", prompt), message)
     if prompt:
         assert latentcot("generate", run_dir, "--prompt", prompt[:31]).code == 0
+
+
+def test_a_disk_that_is_full_at_the_end(
+    tmp_path: Path, recipe: Path, latentcot: Latentcot, monkeypatch: pytest.MonkeyPatch
+):
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    command = ("train", recipe, "training.max_steps=1", "--run-dir", tmp_path / "run", "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir_module, "write_report", write)
+        assert_refused(latentcot(*command), "No space left on device")
+    assert latentcot(*command).code == 0
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_another_corpus_than_that_of_the_run(tmp_path: Path, source: Path, latentcot: Latentcot):

@@ -64,11 +64,12 @@ def test_another_method_drops_the_options_of_the_first_one(base: Path):
     assert recipe.model.method == "vanilla"
     assert not hasattr(recipe.model, "tau")
     assert recipe.model.backbone == load_recipe(base).model.backbone
-    assert recipe == load_recipe(base, ["model.method=vanilla"])
+    assert recipe.model == load_recipe(base, ["model.method=vanilla"]).model
 
 
 def test_the_same_method_keeps_its_options(base: Path):
-    assert load_recipe(derived(base, "model: {method: adaptive}\n")) == load_recipe(base)
+    recipe = load_recipe(derived(base, "model: {method: adaptive}\n"))
+    assert recipe.model == load_recipe(base).model
 
 
 def test_another_method_over_the_default_backbone(base: Path, source: Path):
@@ -175,3 +176,16 @@ def test_shipped_recipes_have_names_of_their_own():
     names = [load_recipe(path).name for path in SHIPPED]
     assert names
     assert len(set(names)) == len(names)
+
+
+def test_another_method_keeps_what_all_methods_have(base: Path):
+    """Or a baseline would silently start from another initialisation than what it is compared to."""
+    overrides = ["model.initialization=stock", "model.embedding_scale=1"]
+    recipe = load_recipe(base, [*overrides, "model.method=vanilla"])
+    assert recipe.model.initialization == "stock"
+    assert recipe.model.embedding_scale == 1
+
+
+def test_a_derived_recipe_has_a_name_of_its_own(base: Path):
+    recipe = load_recipe(derived(base, "training: {batch_size: 2}\n"))
+    assert recipe.name != load_recipe(base).name

@@ -88,7 +88,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Non
     if needed > vocab_size:
         raise UserError(
             f"the tokenizer has {needed} tokens but the model only {vocab_size} embeddings: "
-            f"set model.vocab_size to at least {needed}"
+            f"set model.backbone.vocab_size to at least {needed}"
         )
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -386,6 +385,6 @@ def build_model(
         return cls(config)
     except UserError:
         raise
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except Exception as error:  # transformers refuses a configuration in many ways
         reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
         raise UserError(f"a {method} model cannot be built from this: {reason}") from error

@@ -61,6 +61,14 @@ class LatentConfig(PretrainedConfig):
         if self.embedding_scale is not None and self.embedding_scale <= 0:
             raise UserError(f"embedding_scale is {self.embedding_scale}: give a number above 0")
 
+        heads = self.num_attention_heads
+        groups = getattr(self.backbone_config, "num_key_value_heads", None) or heads
+        if heads % groups:
+            raise UserError(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}: "
+                "change one of them"
+            )
+
     @classmethod
     def option_names(cls) -> set[str]:
         """Fields that latentcot's classes declare and a user may set; not transformers' own."""

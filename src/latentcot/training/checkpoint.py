@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from latentcot.data.shards import sync, sync_tree
 from latentcot.errors import UserError
 
 STATE_FILE = "state.pt"
@@ -53,10 +53,9 @@ class Checkpoints:
             torch.save(state, partial / STATE_FILE)
             meta = {"step": step, "sha256": _sha256(partial / STATE_FILE)}
             (partial / META_FILE).write_text(json.dumps(meta), encoding="utf-8")
-            for path in (partial / STATE_FILE, partial / META_FILE, partial):
-                _sync(path)
+            sync_tree(partial)
             partial.rename(target)
-            _sync(self.directory)
+            sync(self.directory)
         except (OSError, RuntimeError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             kept = (
@@ -103,11 +102,3 @@ class Checkpoints:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

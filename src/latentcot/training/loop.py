@@ -33,8 +33,6 @@ from latentcot.training.optimization import build_optimizer, learning_rate
 from latentcot.training.progress import Progress
 from latentcot.training.recipe import Recipe
 
-EVAL_BATCH_TOKENS = 2**13
-
 
 @dataclass
 class Counters:
@@ -201,8 +199,7 @@ class Run:
     def evaluate(self) -> None:
         """Record loss and passes on the first validation blocks."""
         config, counters = self.recipe.training, self.counters
-        batch_size = max(1, EVAL_BATCH_TOKENS // config.block_length)
-        batches = self.validation.sequential(batch_size, config.eval_blocks)
+        batches = self.validation.sequential(config.eval_batch_size, config.eval_blocks)
         result = evaluate(self.model, batches, self.amp)
         row = {
             "kind": "eval",
@@ -246,11 +243,16 @@ class Run:
     def _share_after_this_step(self) -> float:
         """Share of the budget at the end of the coming update, as far as it is known."""
         share, done = self.counters.share_of(self.recipe), self.counters.step
-        if self.recipe.training.budget_flops is not None:
-            return share + (share / done if done else 0.0)
         config = self.recipe.training
-        assert config.budget_tokens is not None
-        return share + config.batch_size * config.block_length / config.budget_tokens
+        if config.budget_tokens is not None:
+            return share + config.batch_size * config.block_length / config.budget_tokens
+        if done:
+            return share + share / done
+        assert config.budget_flops is not None
+        all_passes = torch.full(
+            (config.batch_size, config.block_length), self.model.config.num_passes
+        )
+        return self.model.count_flops(all_passes).training / config.budget_flops
 
 
 def seed_everything(seed: int, purpose: str) -> None:

@@ -38,11 +38,9 @@ class Metrics:
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
-    def add(self, row: Row, to_board: bool = True) -> None:
+    def add(self, row: Row) -> None:
         """Record a row with `kind` and `step`."""
         self._file.write(json.dumps(row) + "\n")
-        if not to_board:
-            return
         for key, value in row.items():
             if isinstance(value, int | float) and key != "step":
                 self._board.add_scalar(f"{row['kind']}/{key}", value, row["step"])

@@ -20,6 +20,8 @@ from latentcot.data import DataConfig
 from latentcot.errors import UserError
 from latentcot.models import METHODS, LatentConfig, LatentLM, build_model, method_class
 
+EVAL_BATCH_TOKENS = 2**13
+
 
 class Strict(BaseModel):
     """Base of the sections: unknown keys are errors."""
@@ -72,6 +74,11 @@ class TrainingConfig(Strict):
                 f"micro_batch_size {self.micro_batch} does not divide batch_size {self.batch_size}"
             )
         return self
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences of a forward pass in evaluations."""
+        return max(1, EVAL_BATCH_TOKENS // self.block_length)
 
     @property
     def micro_batch(self) -> int:
@@ -184,7 +191,9 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = content.pop("base", None)
     if base is None:
         return content
-    return _merge(_read(path.parent / str(base), (*seen, path.resolve())), content)
+    inherited = _read(path.parent / str(base), (*seen, path.resolve()))
+    inherited.pop("name", None)  # two runs of one name would share a run directory
+    return _merge(inherited, content)
 
 
 def _parse(text: str, origin: str) -> Any:
@@ -210,13 +219,14 @@ def _nest(keys: list[str], value: Any) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `difference` laid over it; a change of method drops the options of the other."""
+    """`base` with `difference` laid over it; a change of method drops the other's own options."""
     merged = dict(base)
     for key, value in difference.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             if key == "model" and value.get("method", old.get("method")) != old.get("method"):
-                old = {"backbone": old.get("backbone", {})}
+                common = LatentConfig.option_names() | {"backbone"}
+                old = {name: kept for name, kept in old.items() if name in common}
             merged[key] = _merge(old, value)
         else:
             merged[key] = value

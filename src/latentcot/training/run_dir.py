@@ -36,7 +36,6 @@ SUMMARY = "summary.json"
 VERSIONS = "versions.json"
 REPORT = "report.html"
 
-EVAL_BATCH_TOKENS = 2**13
 REPORT_TEXTS = 3
 REPORT_TOKENS = 512
 FREE_TO_CHANGE = ("training.max_steps", "training.checkpoint_every", "training.keep_checkpoints")
@@ -96,7 +95,7 @@ def finish(
 ) -> dict[str, Any]:
     """Evaluate on whole validation and test text; write summary, exported model and report."""
     length = recipe.training.block_length
-    batch_size = max(1, EVAL_BATCH_TOKENS // length)
+    batch_size = recipe.training.eval_batch_size
     blocks = Blocks(corpus.stream("validation"), length)
     validation = evaluate(model, blocks.sequential(batch_size), amp)
     test_blocks = Blocks(corpus.stream("test"), length)
@@ -203,10 +202,9 @@ def evaluate_run(path: Path, split: Split, max_blocks: int | None = None) -> dic
             "of it now): evaluate on the machine and Python that trained it"
         )
     blocks = Blocks(corpus.stream(split), config.block_length)
-    batch_size = max(1, EVAL_BATCH_TOKENS // config.block_length)
     result = evaluate(
         model.to(device),
-        blocks.sequential(batch_size, max_blocks),
+        blocks.sequential(config.eval_batch_size, max_blocks),
         autocast(precision, device),
         corpus.bytes_per_token(split),
     )
