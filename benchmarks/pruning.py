@@ -34,7 +34,7 @@ def forced_passes(spread: str, rows: int, length: int, num_passes: int) -> Tenso
     if spread == "even":
         shares = torch.full((rows,), 0.5)
     else:
-        shares = torch.linspace(0, 1, rows)
+        shares = torch.linspace(0, 1, rows) if rows > 1 else torch.full((rows,), 0.5)
     passes = torch.ones(rows, length, dtype=torch.int64)
     for row, share in enumerate(shares.tolist()):
         passes[row, torch.randperm(length)[: round(share * length)]] = num_passes
@@ -71,13 +71,17 @@ def main() -> None:
     }
     ids = torch.randint(args.vocab_size, (args.batch_size, args.seq_len), device=device)
 
-    def step_seconds(model: latentcot.LatentLM, passes: Tensor) -> float:
+    def step_seconds(
+        model: latentcot.LatentLM, optimizer: torch.optim.Optimizer, passes: Tensor
+    ) -> float:
         started = time.perf_counter()
         with amp():
             rule = GivenPasses(passes)
             out = model(ids, labels=ids, skip_logits=True, use_cache=False, keep_rule=rule)
         out.loss.backward()
-        model.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -88,18 +92,19 @@ def main() -> None:
             "adaptive", backbone, l_max=args.l_max, visibility=visibility
         ).to(device)
         model.set_attn_implementation(attention)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         spreads = {
             spread: forced_passes(spread, *ids.shape, args.l_max + 1).to(device)
             for spread in ("none", "even", "uneven")
         }
         for passes in spreads.values():
-            step_seconds(model, passes)
+            step_seconds(model, optimizer, passes)
         full_flops = model.count_flops(spreads["none"]).training
         for spread in ("even", "uneven"):
             ratios = []
             for _ in range(args.pairs):
-                pruned = step_seconds(model, spreads[spread])
-                ratios.append(pruned / step_seconds(model, spreads["none"]))
+                pruned = step_seconds(model, optimizer, spreads[spread])
+                ratios.append(pruned / step_seconds(model, optimizer, spreads["none"]))
             time_ratio = statistics.median(ratios)
             flops_ratio = model.count_flops(spreads[spread]).training / full_flops
             rows.append(

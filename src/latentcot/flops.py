@@ -66,9 +66,9 @@ def visible_pairs(passes: Tensor, visibility: Visibility, window: int | None = N
     return pairs
 
 
-def attention_flops(num_pairs: int, head_width: int, num_heads: int, num_layers: int) -> int:
-    """Forward FLOPs of attention over `num_pairs` (query, slot) pairs in each layer."""
-    return 4 * num_pairs * head_width * num_heads * num_layers
+def attention_flops(num_pairs: int, head_width: int, num_heads: int) -> int:
+    """Forward FLOPs of attention over `num_pairs` (query, slot) pairs."""
+    return 4 * num_pairs * head_width * num_heads
 
 
 def kaplan_flops(num_parameters: int, passes: Tensor | float) -> float:

@@ -125,7 +125,7 @@ def filled_cache(num_tokens):
     return cache
 
 
-@pytest.mark.parametrize(("max_length", "kept"), [(3, 3), (-2, 3), (9, 5), (0, 0)])
+@pytest.mark.parametrize(("max_length", "kept"), [(3, 3), (-2, 3), (9, 5), (0, 5), (-9, 0)])
 def test_crop_drops_the_tail_of_every_step(max_length, kept):
     cache = filled_cache(5)
     cache.crop(max_length)
@@ -134,6 +134,19 @@ def test_crop_drops_the_tail_of_every_step(max_length, kept):
     for step, positions in zip(cache.steps, (range(kept), range(0, kept, 2)), strict=True):
         assert step.used == len(positions)
         assert step.positions[0, : step.used].tolist() == list(positions)
+
+
+def test_crop_counts_columns_of_padded_rows():
+    cache = SlotCache()
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    packing = cache.begin(mask, (2, 5), torch.device("cpu"))
+    states = torch.zeros(len(packing), 1, 2)
+    cache.step(1, packing).attend(0, states, states, states, 1.0)
+    cache.crop(4)
+    assert cache.num_tokens.tolist() == [2, 4]
+    assert cache.get_seq_length() == 4
+    cache.reset()
+    assert cache.get_seq_length() == 0
 
 
 def test_a_cropped_cache_is_written_again():

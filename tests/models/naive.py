@@ -20,6 +20,7 @@ class NaiveResult:
     passes: list[int]
     exits: list[list[Tensor]]
     gates: list[list[Tensor]]
+    reach: list[list[Tensor]]
     p_targets: list[list[Tensor]]
 
 
@@ -134,5 +135,6 @@ def naive_forward(model: nn.Module, ids: Tensor, labels: Tensor) -> NaiveResult:
         passes=last,
         exits=exits,
         gates=[[gates[t, k] for k in range(1, last[t] + 1)] for t in range(length)],
+        reach=[[reach[t, k] for k in range(1, last[t] + 1)] for t in range(length)],
         p_targets=p_targets,
     )

@@ -49,6 +49,7 @@ def test_values_and_gradients(visibility, router, backend):
             for record, values in (
                 (out.exit_probs, naive.exits[place]),
                 (out.gates, naive.gates[place]),
+                (out.reach_probs, naive.reach[place]),
                 (out.step_target_probs, naive.p_targets[place]),
             ):
                 want = torch.stack(values) if values else torch.zeros(k, dtype=torch.float64)

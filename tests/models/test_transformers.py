@@ -116,6 +116,24 @@ def test_generate_equals_a_loop_without_cache(method):
         assert out[:, 9:].tolist() == want
 
 
+@every_method
+@torch.no_grad()
+def test_assisted_generation_and_chunked_prefill_change_no_token(method):
+    """Prompt lookup drafts tokens and crops the cache where they were wrong."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = tiny_model(method).eval()
+        model.generation_config.eos_token_id = None
+        ids = ids_of(1, 6).repeat(1, 3)
+        options = {"max_new_tokens": 12, "do_sample": False}
+        want = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), want)
+        assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options), want)
+        beams = model.generate(ids, num_beams=2, **options)
+        uncached = model.generate(ids, num_beams=2, use_cache=False, **options)
+        assert torch.equal(beams, uncached)
+
+
 @torch.no_grad()
 def test_generation_goes_on_from_a_returned_cache():
     model = tiny_model("adaptive").eval()
@@ -160,6 +178,77 @@ def test_values_that_make_no_sense(options, message):
     backbone = options.pop("backbone", None)
     with pytest.raises(UserError, match=message):
         latentcot.build_model("adaptive", backbone, **options)
+
+
+def test_output_is_in_the_order_of_transformers():
+    model = tiny_model("adaptive")
+    ids = ids_of(2, 7)
+    out = model(ids, labels=ids, output_steps=True)
+    assert out[0] is out.loss
+    assert out.to_tuple()[1] is out.logits
+    assert model(ids)[0].shape == (2, 7, VOCABULARY)
+    ignored = set(model.config.keys_to_ignore_at_inference)
+    assert set(out.keys()) - ignored == {"loss", "logits"}
+
+
+def test_masks_of_another_shape_are_refused():
+    model = tiny_model("adaptive")
+    for shape in ((4, 5), (2, 9), (4, 1, 9, 9)):
+        with pytest.raises(ValueError, match="attention_mask"):
+            model(ids_of(4, 9), torch.ones(shape))
+
+
+def test_nothing_but_padding():
+    out = tiny_model("adaptive")(ids_of(2, 3), torch.zeros(2, 3))
+    assert not out.passes.any()
+    assert out.logits.shape == (2, 3, VOCABULARY)
+
+
+def test_beta_zero_charges_scored_tokens_only():
+    model = tiny_model("adaptive", tau=0, beta=0, lambda_adaptive=1)
+    ids = ids_of(2, 7)
+    labels = torch.full_like(ids, -100)
+    labels[0, 3] = 5
+    out = model(ids, labels=labels, output_steps=True)
+    torch.testing.assert_close(out.adaptive_loss, out.gates[0, 2].sum())
+
+
+def test_token_embeddings_can_be_resized():
+    model = tiny_model("adaptive")
+    model.resize_token_embeddings(70)
+    assert model.config.vocab_size == 70
+    assert model(ids_of(1, 3)).logits.shape[-1] == 70
+
+
+def test_a_cache_written_with_gradients_is_not_overwritten():
+    model = tiny_model("adaptive", tau=0)
+    ids = ids_of(1, 6)
+    first = model(ids[:, :3], use_cache=True)
+    second = model(ids[:, 3:5], past_key_values=first.past_key_values)
+    with torch.no_grad():
+        model(ids[:, 5:], past_key_values=second.past_key_values)
+    second.logits.sum().backward()
+    with torch.inference_mode():
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+    with torch.no_grad():
+        model(ids[:, 5:], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+        {"model_type": "granite", "logits_scaling": 8.0},
+        {"model_type": "bloom"},
+    ],
+    ids=lambda backbone: backbone["model_type"],
+)
+def test_backbones_that_would_be_silently_wrong_are_refused(backbone):
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61}
+    if backbone["model_type"] != "bloom":
+        small |= {"intermediate_size": 32, "num_key_value_heads": 4, "head_dim": 8}
+    with pytest.raises(UserError, match=r"backbone|positions"):
+        latentcot.build_model("adaptive", {**backbone, **small})(ids_of(1, 4))
 
 
 def test_unknown_method_lists_those_there_are():

@@ -179,7 +179,7 @@ def test_shipped_recipes_have_names_of_their_own():
 
 
 def test_another_method_keeps_what_all_methods_have(base: Path):
-    """Or a baseline would silently start from another initialisation than what it is compared to."""
+    """Or a baseline would silently start from another initialisation than its rival."""
     overrides = ["model.initialization=stock", "model.embedding_scale=1"]
     recipe = load_recipe(base, [*overrides, "model.method=vanilla"])
     assert recipe.model.initialization == "stock"

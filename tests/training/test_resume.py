@@ -35,7 +35,7 @@ Interrupt = Callable[[int, Callable[[], None]], None]
 
 @pytest.fixture(scope="module")
 def recipe(source: Path) -> Recipe:
-    return make_recipe(tiny(source, explore=0.3))
+    return make_recipe(tiny(source))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_exploration_is_part_of_the_run(source: Path, tmp_path: Path, quiet: Pat
 
 def test_a_run_may_be_continued_in_parts(tmp_path: Path, source: Path, quiet: Path):
     for max_steps in (5, 9, None):
-        train(make_recipe(tiny(source, explore=0.3, max_steps=max_steps)), tmp_path)
+        train(make_recipe(tiny(source, max_steps=max_steps)), tmp_path)
     assert train_rows(tmp_path) == train_rows(quiet)
     assert weights(tmp_path) == weights(quiet)
 
@@ -116,7 +116,7 @@ def test_kill_9_at_any_moment_changes_nothing(tmp_path: Path, source: Path):
     kills += [("removing an old checkpoint", 2)]  # the first of its two files is gone
     chance.shuffle(kills)
     kills.append((AT_END, 1))
-    content = tiny(source, explore=0.3, budget_tokens=28 * 64, checkpoint_every=2)
+    content = tiny(source, budget_tokens=28 * 64, checkpoint_every=2)
     path = write_recipe(tmp_path / "tiny.yaml", content)
 
     def command(run_dir: str) -> list[str]:
@@ -236,7 +236,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, recipe: Recipe
     [("model.tau", 0.25, 0.49), ("training.batch_size", 8, 4), ("seed", 1, 0)],
 )
 def test_another_recipe_is_refused(source: Path, quiet: Path, key: str, here: float, there: float):
-    content = tiny(source, explore=0.3)
+    content = tiny(source)
     section, _, name = key.rpartition(".")
     (content[section] if section else content)[name] = here
     with pytest.raises(UserError, match=f"{key} is {here} here and {there} there"):
@@ -291,7 +291,7 @@ def test_the_checkpoint_before_a_damaged_one_serves(
 def test_a_full_disk_leaves_the_checkpoints_whole(
     tmp_path: Path, source: Path, quiet: Path, latentcot: Latentcot, monkeypatch: pytest.MonkeyPatch
 ):
-    path = write_recipe(tmp_path / "tiny.yaml", tiny(source, explore=0.3))
+    path = write_recipe(tmp_path / "tiny.yaml", tiny(source))
     run_dir = tmp_path / "run"
     save, calls = torch.save, itertools.count(1)
 

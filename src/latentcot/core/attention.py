@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from latentcot.errors import UserError
+
 if TYPE_CHECKING:
     from latentcot.core.slots import SlotPass
 
@@ -59,6 +61,10 @@ def eager(
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager}
 
 
+UNKNOWN_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Keywords by which some models of transformers change the scores: no backend knows them."""
+
+
 def slot_attention(
     module: Any,
     query: Tensor,
@@ -69,7 +75,7 @@ def slot_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     slots: SlotPass | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of every backbone: stores the new slots and attends to the visible.
 
@@ -82,6 +88,9 @@ def slot_attention(
     Returns:
         (1, N, H, D), and None for the attention weights.
     """
+    for name in UNKNOWN_SCORES:
+        if others.get(name) is not None:
+            raise UserError(f"a backbone whose attention uses {name} is not supported")
     if slots is None:
         raise ValueError("this backbone belongs to a latentcot model: call that model instead")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

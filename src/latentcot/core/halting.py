@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from latentcot.errors import UserError
+
 KeepRule = Callable[[Tensor, Tensor, int], Tensor]
 """Who goes on: `(next_reach, index, step) -> bool`, all (N,): reach probability of the next step,
 place of the token in the flattened input, and the step just executed (from 1)."""
@@ -21,6 +23,10 @@ class Threshold:
     """Truncation: a token goes on while its reach probability of the next step is >= tau."""
 
     tau: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tau <= 1:
+            raise UserError(f"tau is {self.tau}: give a probability from 0 to 1")
 
     def __call__(self, next_reach: Tensor, index: Tensor, step: int) -> Tensor:
         return next_reach >= self.tau
@@ -40,22 +46,6 @@ class GivenPasses:
         return self.passes.flatten()[index] > step
 
 
-@dataclass(frozen=True)
-class Explore:
-    """Keeps a random share of the tokens that `rule` would stop (their mass goes on with them).
-
-    Attributes:
-        share: probability that a stopped token is kept, drawn anew at every step.
-    """
-
-    rule: KeepRule
-    share: float
-
-    def __call__(self, next_reach: Tensor, index: Tensor, step: int) -> Tensor:
-        kept = torch.rand(next_reach.shape, device=next_reach.device) < self.share
-        return self.rule(next_reach, index, step) | kept
-
-
 def halt(gate: Tensor, reach: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """One step of the probability flow, truncated.
 
@@ -73,25 +63,3 @@ def halt(gate: Tensor, reach: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """
     next_reach = reach * gate
     return torch.where(keep, reach * (1 - gate), reach), next_reach
-
-
-def halting_distribution(gates: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """The equations in closed form over all steps at once: the readable reference of `halt`.
-
-    Args:
-        gates: (..., K) gates of every step; the last one is taken as 0.
-        tau: truncation threshold.
-
-    Returns:
-        (..., K) truncated exit probabilities, and (...,) the last executed step K*.
-    """
-    gates = gates.clone()
-    gates[..., -1] = 0
-    reach = torch.cat([torch.ones_like(gates[..., :1]), gates[..., :-1]], -1).cumprod(-1)
-    # Reach probabilities fall with k, so {k : reach >= tau} is a prefix (step 1 always belongs).
-    executed = reach >= tau
-    executed[..., 0] = True
-    last = executed.sum(-1)
-    steps = torch.arange(1, gates.shape[-1] + 1, device=gates.device)
-    exits = torch.where(steps == last[..., None], reach, reach * (1 - gates))
-    return exits * executed, last

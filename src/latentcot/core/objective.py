@@ -81,7 +81,8 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     Args:
         hidden: (N, d); weight: (V, d); targets: (N,), IGNORE_INDEX where there is none.
     """
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets)
+    device = weight.device
+    total: Tensor = _LinearCrossEntropy.apply(hidden.to(device), weight, targets.to(device))
     return total
 
 
@@ -89,16 +90,17 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """(N,) cross-entropy of each token in nats, 0 where the target is ignored; forward only."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
+    states, targets = hidden.to(weight.device), targets.to(weight.device)
     losses = [
         F.cross_entropy(
-            (hidden[part] @ weight.T).to(wide),
+            (states[part] @ weight.T).to(wide),
             targets[part],
             ignore_index=IGNORE_INDEX,
             reduction="none",
         )
-        for part in chunks(hidden, weight.shape[0])
+        for part in chunks(states, weight.shape[0])
     ]
-    return torch.cat(losses)
+    return torch.cat(losses).to(hidden.device)
 
 
 def target_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -111,6 +113,6 @@ def adaptive_penalty(gate: Tensor, target_prob: Tensor, beta: float) -> Tensor:
     """Sum over tokens of g^(k) sg(p_target^(k) ** beta): one step of the adaptive loss / lambda.
 
     Args:
-        gate, target_prob: (N,) of the tokens that execute this step; target_prob 0 where ignored.
+        gate, target_prob: (N,) of the tokens that execute this step and have a target.
     """
     return (gate * target_prob.detach() ** beta).sum()

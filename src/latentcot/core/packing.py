@@ -91,7 +91,7 @@ class Packing:
         """(B, n) positions by row, PAD_POSITION behind a row's last active token."""
         return self.pad(self.positions, fill=PAD_POSITION)
 
-    def pad(self, values: Tensor, fill: float = 0) -> Tensor:
+    def pad(self, values: Tensor, fill: int = 0) -> Tensor:
         """(N, ...) to (B, n, ...), packed left, `fill` behind a row's last active token."""
         if not self.is_full:
             padded = values.new_full((self.batch_shape[0] * self.width, *values.shape[1:]), fill)
@@ -108,7 +108,7 @@ class Packing:
         flat = values.flatten(0, 1)
         return flat if len(self) == flat.shape[0] else flat.index_select(0, self.index)
 
-    def scatter(self, values: Tensor, fill: float = 0) -> Tensor:
+    def scatter(self, values: Tensor, fill: int = 0) -> Tensor:
         """(N, ...) to (B, L, ...), `fill` where a token is not active: the inverse of `gather`."""
         rows, columns = self.batch_shape
         if len(self) != rows * columns:

@@ -7,7 +7,7 @@ width.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -38,13 +38,22 @@ def visible(
     Args:
         slot_last: last executed step K* of the slot's position; needed for `latest`.
     """
-    sees = (slot_position <= query_position) & torch.as_tensor(slot_step <= query_step)
+    sees = visible_positions(query_position, slot_position, window)
+    sees = sees & torch.as_tensor(slot_step <= query_step)
     if visibility == "latest":
         assert slot_last is not None, (
             "`latest` needs the last executed step of each slot's position"
         )
         deepest = torch.minimum(torch.as_tensor(slot_last), torch.as_tensor(query_step))
         sees = sees & (torch.as_tensor(slot_step) == deepest)
+    return sees
+
+
+def visible_positions(
+    query_position: Tensor, slot_position: Tensor, window: int | None = None
+) -> Tensor:
+    """The part of the predicate that compares positions: t' <= t, and t - t' < window."""
+    sees = slot_position <= query_position
     if window is not None:
         # Padding queries keep one visible slot at least: an empty softmax would give NaN.
         sees = sees & ((query_position - slot_position < window) | (query_position == PAD_POSITION))
@@ -98,7 +107,7 @@ class StepSlots:
             buffer = buffers[layer]
             if buffer.shape[1] < self.positions.shape[1]:
                 buffer = _widen(buffer, self.positions.shape[1], 0)
-            put = Tensor.index_put if torch.is_grad_enabled() else Tensor.index_put_
+            put = Tensor.index_put_ if _may_overwrite(buffer, new) else Tensor.index_put
             buffers[layer] = put(buffer, (packing.rows, columns), new.to(buffer.dtype))
 
     def crop(self, num_positions: Tensor) -> None:
@@ -123,6 +132,12 @@ def _widen(buffer: Tensor, columns: int, fill: int) -> Tensor:
     return wide
 
 
+def _may_overwrite(buffer: Tensor, new: Tensor) -> bool:
+    """Whether autograd lets us write in place: no graph, and the same inference mode."""
+    in_graph = buffer.requires_grad or new.requires_grad
+    return not in_graph and buffer.is_inference() == torch.is_inference_mode_enabled()
+
+
 class SlotCache(Cache):
     """The store of slots, one `StepSlots` for each step; a transformers cache for generation.
 
@@ -133,8 +148,12 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
         self.steps: list[StepSlots] = []
-        self.num_columns = 0
+        self.is_real: Tensor | None = None  # (B, columns seen): which of them were no padding
 
     def begin(self, mask: Tensor | None, batch_shape: tuple[int, int], device: Any) -> Packing:
         """Take in a chunk of (B, L) new columns and return the packing of its real tokens.
@@ -142,7 +161,7 @@ class SlotCache(Cache):
         Raises:
             ValueError: the cache holds another number of rows.
         """
-        num_rows, num_columns = batch_shape
+        num_rows = batch_shape[0]
         if not self.steps:
             self.steps.append(StepSlots(num_rows, device))
         if self.num_tokens.shape[0] != num_rows:
@@ -151,7 +170,10 @@ class SlotCache(Cache):
                 "pass the cache of this batch or start without one"
             )
         packing = Packing.of(mask, self.num_tokens, batch_shape)
-        self.num_columns += num_columns
+        real = torch.ones(batch_shape, dtype=torch.bool, device=device)
+        if mask is not None:
+            real = mask.to(torch.bool)
+        self.is_real = real if self.is_real is None else torch.cat([self.is_real, real], dim=1)
         return packing
 
     def step(
@@ -160,7 +182,8 @@ class SlotCache(Cache):
         """One pass over the active tokens at `step` (from 1): the backbone takes it as `slots`."""
         while len(self.steps) < step:
             self.steps.append(StepSlots(packing.batch_shape[0], packing.index.device))
-        return SlotPass(self, step, packing, visibility, backend)
+        columns = self.steps[step - 1].reserve(packing)
+        return SlotPass(self.steps[:step], packing, visibility, backend, columns)
 
     @property
     def num_tokens(self) -> Tensor:
@@ -168,7 +191,13 @@ class SlotCache(Cache):
         return self.steps[0].lengths
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.num_columns
+        return 0 if self.is_real is None else self.is_real.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.steps[0].keys) if self.steps else 0
+
+    def __bool__(self) -> bool:
+        return True
 
     @property
     def is_initialized(self) -> bool:
@@ -179,17 +208,24 @@ class SlotCache(Cache):
         return False
 
     def crop(self, max_length: int) -> None:
-        """Forget all but the first `max_length` columns (negative: the last -max_length)."""
-        dropped = -max_length if max_length < 0 else max(0, self.num_columns - max_length)
-        num_positions = (self.num_tokens - dropped).clamp(min=0)
+        """Forget the last -max_length columns, or all but the first `max_length`; 0 drops nothing.
+
+        This is what transformers' caches do, 0 included.
+        """
+        if self.is_real is None or max_length == 0:
+            return
+        kept = max_length if max_length > 0 else max(0, self.get_seq_length() + max_length)
+        self.is_real = self.is_real[:, :kept]
+        num_positions = self.is_real.sum(1)
         for slots in self.steps:
             slots.crop(num_positions)
-        self.num_columns -= dropped
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_real is not None:
+            self.is_real = self.is_real[indices]
         for slots in self.steps:
             slots.select_rows(indices)
 
@@ -200,20 +236,21 @@ class SlotCache(Cache):
 
 @dataclass
 class SlotPass:
-    """One pass of the backbone: the queries are the active tokens of `packing` at `step`.
+    """One pass of the backbone: the queries are the active tokens of `packing` at the last step.
 
     Masks and indices are made once and shared by all layers.
+
+    Attributes:
+        steps: the slots of this step (the last) and of those before it.
+        columns: where this step's new slots go, see `StepSlots.reserve`.
     """
 
-    cache: SlotCache
-    step: int
+    steps: list[StepSlots]
     packing: Packing
     visibility: Visibility
     backend: str
-
-    def __post_init__(self) -> None:
-        self.columns = self.cache.steps[self.step - 1].reserve(self.packing)
-        self._masks: dict[int | None, Tensor | None] = {}
+    columns: Tensor | None
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def attend(
         self,
@@ -234,7 +271,7 @@ class SlotPass:
         Returns:
             (N, H, D).
         """
-        self.cache.steps[self.step - 1].write(layer, key, value, self.packing, self.columns)
+        self.steps[-1].write(layer, key, value, self.packing, self.columns)
         keys, values = self._view(layer)
         query = self.packing.pad(query)
         out = BACKENDS[self.backend](
@@ -249,7 +286,7 @@ class SlotPass:
 
     @property
     def _visible_steps(self) -> list[StepSlots]:
-        return [slots for slots in self.cache.steps[: self.step] if slots.used]
+        return [slots for slots in self.steps if slots.used]
 
     def _view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (B, S, H_kv, D) that this pass may see, in the order of `_positions`."""
@@ -297,14 +334,10 @@ class SlotPass:
             return None
         seen = steps[:1] if self.visibility == "latest" else steps
         slot_positions = _concatenate([slots.positions[:, : slots.used] for slots in seen])
-        # Step and `latest` are settled by what `_view` holds: only positions are left to compare.
-        return visible(
-            self.packing.padded_positions[:, :, None],
-            self.step,
-            slot_positions[:, None, :],
-            self.step,
-            window=window,
-        )[:, None]
+        # `_view` holds no slot of a deeper step, and for `latest` only the deepest of each
+        # position: of the predicate, the positions are left to compare.
+        query_positions = self.packing.padded_positions[:, :, None]
+        return visible_positions(query_positions, slot_positions[:, None, :], window)[:, None]
 
 
 def _concatenate(tensors: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from latentcot.core.halting import Threshold, halt
-from latentcot.core.objective import adaptive_penalty, target_probs
+from latentcot.core.objective import IGNORE_INDEX, adaptive_penalty, target_probs
 from latentcot.core.packing import Packing
 from latentcot.core.router import MultiRouter, RouterName, build_router, set_initial_gate
 from latentcot.errors import UserError
@@ -52,12 +52,16 @@ class AdaptiveConfig(LatentConfig):
             raise UserError(f"tau is {self.tau}: give a probability from 0 to 1")
         if not 0 < self.initial_gate < 1:
             raise UserError(f"initial_gate is {self.initial_gate}: give a value between 0 and 1")
-        if self.lambda_adaptive < 0 or self.beta < 0:
+        if not (self.lambda_adaptive >= 0 and self.beta >= 0):
             raise UserError("lambda_adaptive and beta must be 0 or more")
 
     @property
     def num_passes(self) -> int:
         return self.l_max + 1
+
+    @property
+    def prunes(self) -> bool:
+        return self.router != "none" and self.tau > 0 and self.l_max > 0
 
 
 @final
@@ -77,9 +81,11 @@ class AdaptiveLM(LatentLM):
 
     def gate(self, z: Tensor, step: int) -> Tensor:
         """g^(k): (N, d) states to (N,) probabilities of continuing, in float32 or wider."""
+        dtype = next((p.dtype for p in self.router.parameters()), z.dtype)
         with torch.autocast(z.device.type, enabled=False):
-            logits = self.router(z.to(self.lm_head.weight.dtype), step)
-        return logits.to(torch.promote_types(z.dtype, torch.float32)).sigmoid()
+            logits = self.router(z.to(dtype), step)
+        wide = torch.promote_types(z.dtype, torch.float32)
+        return logits.to(z.device, wide).sigmoid()
 
     @torch.no_grad()
     def count_flops(self, passes: Tensor) -> Flops:
@@ -124,7 +130,10 @@ class AdaptiveLM(LatentLM):
             if targets is not None and (record or (learns_to_halt and not is_last)):
                 p_target = target_probs(z, self.lm_head.weight, targets)
                 if penalty is not None:
-                    penalty = penalty + adaptive_penalty(gate, p_target, config.beta)
+                    scored = targets != IGNORE_INDEX
+                    penalty = penalty + adaptive_penalty(
+                        gate[scored], p_target[scored], config.beta
+                    )
                 if record:
                     record.add(step, packing, step_target_probs=p_target)
             if record:

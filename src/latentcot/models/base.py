@@ -5,6 +5,7 @@ Shapes: B rows, L columns, N active tokens, K passes at most, d width, V vocabul
 
 from __future__ import annotations
 
+import collections
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,7 +143,10 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         """From embeddings to the states that the LM head reads: the method itself."""
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(B, L) token ids to (B, L, d) scaled embeddings e_t, what pass 1 reads."""
+        """(B, L) token ids to (B, L, d) scaled embeddings e_t, what pass 1 reads.
+
+        `forward` scales its `inputs_embeds` itself: give it `get_input_embeddings()(ids)` instead.
+        """
         return self._scale(self.get_input_embeddings()(input_ids))
 
     def _scale(self, embeds: Tensor) -> Tensor:
@@ -158,7 +162,14 @@ class LatentLM(PreTrainedModel, GenerationMixin):
             use_cache=False,
             slots=slots,
         )
-        return out.last_hidden_state[0]
+        written = len(slots.steps[-1].keys)
+        if written != self.config.num_hidden_layers:
+            raise UserError(
+                f"{written} of {self.config.num_hidden_layers} layers of this "
+                f"{self.config.backbone_config.model_type} backbone attend through transformers' "
+                "attention interface: latentcot needs a backbone in which all do"
+            )
+        return out.last_hidden_state[0].to(states.device)
 
     @property
     def attention_backend(self) -> str:
@@ -216,7 +227,7 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         embeds = self._scale(inputs_embeds)
         batch_shape = (embeds.shape[0], embeds.shape[1])
         if attention_mask is not None:
-            attention_mask = attention_mask[:, -batch_shape[1] :]
+            attention_mask = _own_columns(attention_mask, batch_shape)
         cache = SlotCache() if past_key_values is None else past_key_values
         packing = cache.begin(attention_mask, batch_shape, embeds.device)
         targets = None
@@ -225,48 +236,62 @@ class LatentLM(PreTrainedModel, GenerationMixin):
             if attention_mask is not None:
                 targets = targets.masked_fill(~attention_mask.bool(), IGNORE_INDEX)
 
-        thought = self.think(
-            Chunk(
-                embeds=packing.gather(embeds),
-                packing=packing,
-                cache=cache,
-                targets=None if targets is None else packing.gather(targets),
-                keep_rule=keep_rule,
-                output_steps=output_steps,
-            )
+        chunk = Chunk(
+            embeds=packing.gather(embeds),
+            packing=packing,
+            cache=cache,
+            targets=None if targets is None else packing.gather(targets),
+            keep_rule=keep_rule,
+            output_steps=output_steps,
         )
-        out = LatentLMOutput(passes=thought.passes, last_hidden_state=thought.hidden)
-        for name, values in thought.steps.items():
-            out[name] = values
+        if len(packing):
+            thought = self.think(chunk)
+        else:  # nothing but padding
+            no_passes = torch.zeros(batch_shape, dtype=torch.int64, device=embeds.device)
+            thought = Thought(embeds * 0, no_passes, None, {})
+        losses: dict[str, Tensor] = {}
         if targets is not None:
-            self._add_losses(out, thought, targets, num_items_in_batch)
+            losses = self._losses(thought, targets, num_items_in_batch)
+        logits = None
         if not skip_logits:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
-            out.logits = self.lm_head(thought.hidden[:, kept])
-        if past_key_values is not None or use_cache or (use_cache is None and not self.training):
-            out.past_key_values = cache
+            logits = self.lm_head(thought.hidden[:, kept])
+        if use_cache is None:
+            use_cache = not self.training
+        keeps_cache = use_cache or past_key_values is not None
+        fields: dict[str, Any] = {**losses, **thought.steps}
+        out = LatentLMOutput(
+            logits=logits,
+            past_key_values=cache if keeps_cache else None,
+            passes=thought.passes,
+            last_hidden_state=thought.hidden,
+            **fields,
+        )
         return out.to_tuple() if return_dict is False else out
 
-    def _add_losses(
-        self,
-        out: LatentLMOutput,
-        thought: Thought,
-        targets: Tensor,
-        num_items_in_batch: Tensor | int | None,
-    ) -> None:
-        count = (
-            (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-        )
+    def _losses(
+        self, thought: Thought, targets: Tensor, num_items_in_batch: Tensor | int | None
+    ) -> dict[str, Tensor]:
+        if not isinstance(self.lm_head, nn.Linear):
+            raise UserError(
+                f"the LM head is wrapped in a {type(self.lm_head).__name__}, which the chunked "
+                "loss cannot see through: adapt the backbone only, or take the loss of the logits"
+            )
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != IGNORE_INDEX).sum()
         hidden = thought.hidden.flatten(0, 1)
-        out.ce_loss = cross_entropy_sum(hidden, self.lm_head.weight, targets.flatten()) / count
+        ce_sum = cross_entropy_sum(hidden, self.lm_head.weight, targets.flatten())
+        ce_loss = ce_sum / num_items_in_batch
         if thought.penalty is None:
-            out.adaptive_loss = torch.zeros_like(out.ce_loss)
-            out.loss = out.ce_loss
-        else:
-            out.adaptive_loss = thought.penalty / count
-            out.loss = out.ce_loss + out.adaptive_loss
+            return {"loss": ce_loss, "ce_loss": ce_loss, "adaptive_loss": torch.zeros_like(ce_loss)}
+        adaptive_loss = thought.penalty.to(ce_loss.device) / num_items_in_batch
+        return {
+            "loss": ce_loss + adaptive_loss,
+            "ce_loss": ce_loss,
+            "adaptive_loss": adaptive_loss,
+        }
 
     @torch.no_grad()
     def count_flops(self, passes: Tensor) -> Flops:
@@ -278,12 +303,14 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         config = self.config.backbone_config
         heads = self.config.num_attention_heads
         head_width = getattr(config, "head_dim", None) or self.config.hidden_size // heads
-        num_pairs = visible_pairs(
-            passes, self.config.visibility, getattr(config, "sliding_window", None)
+        windows = collections.Counter(self.config.layer_windows())
+        pairs_in_all_layers = sum(
+            num_layers * visible_pairs(passes, self.config.visibility, window)
+            for window, num_layers in windows.items()
         )
         return Flops(
             linear=int(passes.sum()) * linear_flops(self.backbone),
-            attention=attention_flops(num_pairs, head_width, heads, self.config.num_hidden_layers),
+            attention=attention_flops(pairs_in_all_layers, head_width, heads),
             head=int((passes > 0).sum()) * linear_flops(self.lm_head),
         )
 
@@ -299,6 +326,8 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         Raises:
             UserError: no such backend.
         """
+        if isinstance(attn_implementation, dict):
+            attn_implementation = attn_implementation.get("", self.attention_backend)
         if attn_implementation not in BACKENDS:
             raise UserError(
                 f"no attention backend {attn_implementation!r}: choose one of {', '.join(BACKENDS)}"
@@ -326,10 +355,27 @@ class LatentLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        # `forward` makes the SlotCache, and generate takes it from its output.
-        return False
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """transformers' hook: the cache that `generate` starts with, if the user gave none."""
+        if generation_config.use_cache is not False:
+            model_kwargs.setdefault("past_key_values", SlotCache())
+
+
+def _own_columns(attention_mask: Tensor, batch_shape: tuple[int, int]) -> Tensor:
+    """(B, L) of a mask that covers this chunk, or the cache and this chunk. Raises ValueError."""
+    rows, columns = batch_shape
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != rows:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: give one of 0s and 1s of "
+            f"shape ({rows}, {columns})"
+        )
+    if attention_mask.shape[1] < columns:
+        raise ValueError(
+            f"attention_mask covers {attention_mask.shape[1]} columns and the input has {columns}"
+        )
+    return attention_mask[:, -columns:]
 
 
 METHODS: dict[str, type[LatentLM]] = {}
@@ -387,4 +433,4 @@ def build_model(
         raise
     except Exception as error:  # transformers refuses a configuration in many ways
         reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
-        raise UserError(f"a {method} model cannot be built from this: {reason}") from error
+        raise UserError(f"{method}: no model can be built from this: {reason}") from error

@@ -13,6 +13,9 @@ from transformers import AutoConfig, PretrainedConfig
 from latentcot.core.slots import Visibility
 from latentcot.errors import UserError
 
+HEAD_SCALINGS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+"""Settings of causal LM heads in transformers; only the decoder below the head is reused here."""
+
 
 @strict
 class LatentConfig(PretrainedConfig):
@@ -29,7 +32,18 @@ class LatentConfig(PretrainedConfig):
     """
 
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    # What HF's Trainer leaves out of its predictions: all outputs but the logits.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "ce_loss",
+        "adaptive_loss",
+        "passes",
+        "last_hidden_state",
+        "gates",
+        "reach_probs",
+        "exit_probs",
+        "step_target_probs",
+    ]
 
     backbone_config: Any = None
     embedding_scale: float | int | None = None
@@ -56,10 +70,25 @@ class LatentConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
         self.check()
 
+    def layer_windows(self) -> list[int | None]:
+        """Sliding window of each layer of the backbone, None where it sees all positions."""
+        backbone = self.backbone_config
+        window = getattr(backbone, "sliding_window", None)
+        kinds = getattr(backbone, "layer_types", None) or ["sliding_attention"]
+        if len(kinds) == 1:
+            kinds = kinds * self.num_hidden_layers
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+
     def check(self) -> None:
         """Raise a UserError for values that make no sense; methods add their own."""
-        if self.embedding_scale is not None and self.embedding_scale <= 0:
+        if not (self.embedding_scale or 0) > 0:
             raise UserError(f"embedding_scale is {self.embedding_scale}: give a number above 0")
+        for name in HEAD_SCALINGS:
+            if getattr(self.backbone_config, name, None) not in (None, 1):
+                raise UserError(
+                    f"a {self.backbone_config.model_type} backbone with {name} is not supported: "
+                    "its logits are scaled in a head that latentcot does not use"
+                )
 
         heads = self.num_attention_heads
         groups = getattr(self.backbone_config, "num_key_value_heads", None) or heads
@@ -78,6 +107,11 @@ class LatentConfig(PretrainedConfig):
         return {name for name in own if not name.endswith("_token_id")}
 
     @property
+    def prunes(self) -> bool:
+        """Whether a learned router decides how many passes a token executes."""
+        return False
+
+    @property
     def num_passes(self) -> int:
         """K, the passes of the backbone that a token executes at most."""
         return 1
@@ -85,6 +119,10 @@ class LatentConfig(PretrainedConfig):
     @property
     def vocab_size(self) -> int:
         return int(self.backbone_config.vocab_size)
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.backbone_config.vocab_size = value  # transformers' `resize_token_embeddings`
 
     @property
     def hidden_size(self) -> int:
@@ -100,7 +138,11 @@ class LatentConfig(PretrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(self.backbone_config.max_position_embeddings)
+        length = getattr(self.backbone_config, "max_position_embeddings", None)
+        if length is None:
+            kind = self.backbone_config.model_type
+            raise UserError(f"a {kind} backbone has no positions that slots could share")
+        return int(length)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:

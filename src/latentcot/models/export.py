@@ -73,9 +73,7 @@ def _card(model: LatentLM, figures: Mapping[str, Any] | None) -> str:
     metadata = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["latentcot"]
     )
-    own = [name for name in type(config).__annotations__ if not name.startswith("_")]
-    options = {name: getattr(config, name) for name in ("embedding_scale", *own)}
-    options.pop("model_type", None)
+    options = {name: getattr(config, name) for name in sorted(config.option_names())}
     table = _table("figure", figures) if figures else ""
     return _CARD.format(
         metadata=metadata.to_yaml(),

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from latentcot.core.halting import Explore, Threshold
 from latentcot.data import Blocks, Corpus, check_vocabulary, prepare
 from latentcot.errors import UserError
 from latentcot.evaluation.perplexity import evaluate, prune_ratio
@@ -111,7 +110,7 @@ class Run:
         Blocks(self.corpus.stream("test"), config.block_length)  # too short a split: fail now
 
         self.counters = Counters()
-        self.watch = RouterWatch(self.model.config.num_passes - 1)
+        self.watch = RouterWatch(model.config.num_passes - 1 if model.config.prunes else 0)
         if saved_steps:
             self._load(saved_steps[-1])
         files.begin(run_dir, recipe, self.corpus, precision)
@@ -134,9 +133,6 @@ class Run:
 
         batch = torch.from_numpy(self.blocks.batch(counters.step, config.batch_size))
         num_targets = batch.shape[0] * (batch.shape[1] - 1)
-        keep_rule = None
-        if config.explore:
-            keep_rule = Explore(Threshold(self.model.config.tau), config.explore)
         self.model.train()
         ce_loss = adaptive_loss = 0.0
         num_passes = 0
@@ -148,7 +144,6 @@ class Run:
                     num_items_in_batch=num_targets,
                     skip_logits=True,
                     use_cache=False,
-                    keep_rule=keep_rule,
                 )
             out.loss.backward()
             ce_loss += float(out.ce_loss.detach())
@@ -216,6 +211,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of this moment."""
+        self.metrics.sync()
         self.checkpoints.save(
             self.counters.step,
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ class Metrics:
             if isinstance(value, int | float) and key != "step":
                 self._board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
 
-    def rows(self) -> list[Row]:
-        return read_rows(self.path)
+    def sync(self) -> None:
+        """Have the system write all rows to the disk: a checkpoint relies on them."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

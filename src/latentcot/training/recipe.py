@@ -49,12 +49,6 @@ class TrainingConfig(Strict):
     eps: float = 1e-8
     weight_decay: float = Field(0.1, ge=0, description="on matrices, embeddings included")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    explore: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of pruned tokens that go on all the same, with their mass",
-    )
     precision: Literal["auto", "float32", "bfloat16", "float64"] = Field(
         "auto", description="auto: bfloat16 autocast where the hardware has it, else float32"
     )
@@ -98,7 +92,7 @@ class ModelSection(Strict):
             raise ValueError(
                 f"no backbone {kind!r} in transformers{_nearest(kind, CONFIG_MAPPING)}"
             )
-        known = {field.name for field in fields(CONFIG_MAPPING[kind])} | {"model_type"}
+        known = _backbone_keys(kind)
         for key in self.backbone:
             if key not in known:
                 raise ValueError(f"a {kind} backbone has no key {key!r}{_nearest(key, known)}")
@@ -218,12 +212,25 @@ def _nest(keys: list[str], value: Any) -> dict[str, Any]:
     return {keys[0]: value if len(keys) == 1 else _nest(keys[1:], value)}
 
 
+def _backbone_keys(model_type: str) -> set[str]:
+    """Keys of a `backbone` section; none for a type that transformers does not have."""
+    if model_type not in CONFIG_MAPPING:
+        return set()
+    return {field.name for field in fields(CONFIG_MAPPING[model_type])} | {"model_type"}
+
+
 def _merge(base: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `difference` laid over it; a change of method drops the other's own options."""
+    """`base` with `difference` laid over it.
+
+    A change of method drops the other's own options, a change of backbone the keys it lacks.
+    """
     merged = dict(base)
     for key, value in difference.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
+            if key == "backbone" and "model_type" in value:
+                known = _backbone_keys(value["model_type"])
+                old = {name: kept for name, kept in old.items() if name in known}
             if key == "model" and value.get("method", old.get("method")) != old.get("method"):
                 common = LatentConfig.option_names() | {"backbone"}
                 old = {name: kept for name, kept in old.items() if name in common}

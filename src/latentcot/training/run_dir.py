@@ -16,6 +16,7 @@ from latentcot.analysis.collect import collect_text
 from latentcot.analysis.report import RunReport, write_report
 from latentcot.analysis.tokens import TextView
 from latentcot.data import Blocks, Corpus, Split, fingerprint, load_tokenizer, prepare
+from latentcot.data.shards import sync
 from latentcot.errors import UserError
 from latentcot.evaluation.perplexity import Amp, evaluate, shuffled_passes
 from latentcot.models.base import LatentLM
@@ -61,7 +62,7 @@ def check_resume(run_dir: Path, recipe: Recipe, resume: str, has_checkpoint: boo
         if any(run_dir.glob("[!.]*")):
             raise UserError(f"{run_dir} is not empty and holds no run: give another --run-dir")
         return
-    there = yaml.safe_load((run_dir / RECIPE).read_text(encoding="utf-8"))
+    there = read_recipe(run_dir)
     here = recipe.model_dump(mode="json")
     for key in FREE_TO_CHANGE:
         section, name = key.split(".")
@@ -72,6 +73,17 @@ def check_resume(run_dir: Path, recipe: Recipe, resume: str, has_checkpoint: boo
             f"{run_dir} was started with another recipe: {changed}; give another --run-dir or the "
             "recipe it was started with"
         )
+
+
+def read_recipe(run_dir: Path) -> dict[str, Any]:
+    """Content of the resolved recipe of a run. Raises UserError where it cannot be read."""
+    try:
+        content = yaml.safe_load((run_dir / RECIPE).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{run_dir / RECIPE} is damaged: restore it, or give another --run-dir")
+    return content
 
 
 def begin(run_dir: Path, recipe: Recipe, corpus: Corpus, precision: str) -> None:
@@ -160,7 +172,7 @@ def open_model(path: Path) -> tuple[LatentLM, PreTrainedTokenizerBase, Recipe | 
     recipe = None
     export = path
     if (path / RECIPE).is_file():
-        recipe = make_recipe(yaml.safe_load((path / RECIPE).read_text(encoding="utf-8")), str(path))
+        recipe = make_recipe(read_recipe(path), str(path))
         export = path / EXPORT
         if not export.is_dir():
             raise UserError(f"the run {path} has not finished: train it to its end first")
@@ -237,4 +249,5 @@ def write_text(path: Path, text: str) -> None:
     """Write a file beside and rename it: a reader sees the old or the new one, never a half."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
+    sync(partial)
     partial.replace(path)
