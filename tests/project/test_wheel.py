@@ -109,7 +109,7 @@ import latentcot
 
 assert latentcot.__file__.startswith(sys.prefix), latentcot.__file__
 assert "adaptive" in latentcot.METHODS
-optional = {"liger_kernel", "lm_eval", "starlette", "uvicorn", "wandb"}
+optional = {"lm_eval"}
 assert not any(importlib.util.find_spec(name) for name in optional | {"pytest", "peft"})
 for module in pkgutil.walk_packages(latentcot.__path__, "latentcot."):
     if module.name != "latentcot.__main__":
