@@ -243,7 +243,7 @@ def test_a_working_router_and_a_method_without_one_are_not_reported():
     assert warnings(RouterWatch(0), [1.0] * 50) == []
 
 
-@pytest.mark.parametrize(("tau", "news"), [(1, "has died"), (0, "sleeps")])
+@pytest.mark.parametrize(("tau", "news"), [(1, "has died"), (1e-6, "sleeps")])
 def test_a_run_records_and_shows_the_warning(
     tmp_path: Path, source: Path, latentcot: Latentcot, tau: float, news: str
 ):

@@ -96,11 +96,6 @@ def test_resumed_equals_uninterrupted(
     assert_same_run(tmp_path, quiet)
 
 
-def test_exploration_is_part_of_the_run(source: Path, tmp_path: Path, quiet: Path):
-    train(make_recipe(tiny(source)), tmp_path)
-    assert train_rows(tmp_path)[0]["passes_per_token"] < train_rows(quiet)[0]["passes_per_token"]
-
-
 def test_a_run_may_be_continued_in_parts(tmp_path: Path, source: Path, quiet: Path):
     for max_steps in (5, 9, None):
         train(make_recipe(tiny(source, max_steps=max_steps)), tmp_path)
