@@ -144,7 +144,7 @@ def finish(
     texts: list[TextView] = []
     spread = max(1, test_blocks.num_blocks // REPORT_TEXTS)
     for number, block in enumerate(test_blocks.sequential(1)):
-        if number % spread == 0 and len(texts) < REPORT_TEXTS:
+        if number % spread == spread // 2 and len(texts) < REPORT_TEXTS:
             ids = block[0][:REPORT_TOKENS]
             title = f"Test text, block {number + 1}"
             texts.append(collect_text(model, corpus.tokenizer, ids, title, amp))
