@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from latentcot.core import slots as slots_module
 from latentcot.core.packing import PAD_POSITION, Packing
 from latentcot.core.slots import SlotCache, visible
 
@@ -62,7 +63,17 @@ class Reference:
         return torch.einsum("sh,shd->hd", weights, torch.stack(values))
 
 
-@settings(deadline=None, max_examples=30)
+@pytest.fixture(autouse=True, params=["padded", "row by row"])
+def _layout(request, monkeypatch):
+    """Every test with rows padded to the longest, and with rows that attend one by one."""
+    if request.param == "row by row":
+        monkeypatch.setattr(slots_module, "RAGGED_MIN_WIDTH", 0)
+        monkeypatch.setattr(slots_module, "RAGGED_MIN_WASTE", 0)
+
+
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     seed=st.integers(0, 10**6),
     visibility=st.sampled_from(["all", "latest"]),

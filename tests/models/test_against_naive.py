@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from latentcot.core import slots
 from models.helpers import ids_of, tiny_model
 from models.naive import naive_forward
 
@@ -14,6 +15,14 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(difference / theirs.detach().abs().max().clamp(min=1e-12))
 
 
+@pytest.fixture(params=["padded", "row by row"])
+def _layout(request, monkeypatch):
+    if request.param == "row by row":
+        monkeypatch.setattr(slots, "RAGGED_MIN_WIDTH", 0)
+        monkeypatch.setattr(slots, "RAGGED_MIN_WASTE", 0)
+
+
+@pytest.mark.usefixtures("_layout")
 @pytest.mark.parametrize("visibility", ["all", "latest"])
 @pytest.mark.parametrize("router", ["none", "linear", "mlp", "multi_linear", "multi_mlp"])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

@@ -19,6 +19,11 @@ from latentcot.core.packing import PAD_POSITION, Packing
 
 Visibility = Literal["all", "latest"]
 
+RAGGED_MIN_WIDTH = 64
+RAGGED_MIN_WASTE = 1.1
+"""On a CPU, rows attend one by one if the longest has so many queries and padding all rows to it
+would make so many times the real queries."""
+
 
 def visible(
     query_position: Tensor,
@@ -272,24 +277,45 @@ class SlotPass:
             (N, H, D).
         """
         self.steps[-1].write(layer, key, value, self.packing, self.columns)
-        keys, values = self._view(layer)
-        query = self.packing.pad(query)
-        out = BACKENDS[self.backend](
-            query.transpose(1, 2),
-            keys.transpose(1, 2).to(query.dtype),
-            values.transpose(1, 2).to(query.dtype),
-            self._mask(window),
-            scaling,
-            dropout,
-        )
-        return self.packing.unpad(out.transpose(1, 2))
+        keys, values = (view.to(query.dtype) for view in self._view(layer))
+        mask = self._mask(window)
+        backend = BACKENDS[self.backend]
+        if mask is None or not self._is_ragged:
+            q, k, v = (x.transpose(1, 2) for x in (self.packing.pad(query), keys, values))
+            out = backend(q, k, v, mask, scaling, dropout)
+            return self.packing.unpad(out.transpose(1, 2))
+        rows = []
+        for row, (own, slots) in enumerate(self._own_slots):
+            q = query[own].transpose(0, 1)[None]
+            k, v = (x[row].index_select(0, slots).transpose(0, 1)[None] for x in (keys, values))
+            own_mask = mask[row : row + 1, :, : q.shape[2]].index_select(-1, slots)
+            rows.append(backend(q, k, v, own_mask, scaling, dropout)[0].transpose(0, 1))
+        return torch.cat(rows)
+
+    @functools.cached_property
+    def _is_ragged(self) -> bool:
+        """Whether rows differ so much that attending row by row beats padding them (on a CPU)."""
+        packing = self.packing
+        if packing.index.device.type != "cpu" or packing.width < RAGGED_MIN_WIDTH:
+            return False
+        return packing.batch_shape[0] * packing.width > RAGGED_MIN_WASTE * len(packing)
+
+    @functools.cached_property
+    def _own_slots(self) -> list[tuple[slice, Tensor]]:
+        """For each row: its queries among all N, and the columns of `_view` that are its slots."""
+        ends = self.packing.counts.cumsum(0).tolist()
+        real = self._slot_positions != PAD_POSITION
+        return [
+            (slice(start, end), real[row].nonzero().squeeze(1))
+            for row, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        ]
 
     @property
     def _visible_steps(self) -> list[StepSlots]:
         return [slots for slots in self.steps if slots.used]
 
     def _view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, S, H_kv, D) that this pass may see, in the order of `_positions`."""
+        """Keys and values (B, S, H_kv, D) that this pass may see, at `_slot_positions`."""
         steps = self._visible_steps
         keys = [slots.keys[layer][:, : slots.used] for slots in steps]
         values = [slots.values[layer][:, : slots.used] for slots in steps]
@@ -332,12 +358,18 @@ class SlotPass:
         all_are_queries = self.packing.is_full and self.packing.width == steps[0].used
         if window is None and one_slot_a_position and all_are_queries:
             return None
-        seen = steps[:1] if self.visibility == "latest" else steps
-        slot_positions = _concatenate([slots.positions[:, : slots.used] for slots in seen])
         # `_view` holds no slot of a deeper step, and for `latest` only the deepest of each
         # position: of the predicate, the positions are left to compare.
         query_positions = self.packing.padded_positions[:, :, None]
-        return visible_positions(query_positions, slot_positions[:, None, :], window)[:, None]
+        slot_positions = self._slot_positions[:, None, :]
+        return visible_positions(query_positions, slot_positions, window)[:, None]
+
+    @functools.cached_property
+    def _slot_positions(self) -> Tensor:
+        """(B, S) positions of the slots of `_view`, PAD_POSITION where there is none."""
+        steps = self._visible_steps
+        seen = steps[:1] if self.visibility == "latest" else steps
+        return _concatenate([slots.positions[:, : slots.used] for slots in seen])
 
 
 def _concatenate(tensors: list[Tensor]) -> Tensor:
