@@ -175,9 +175,10 @@ class SlotCache(Cache):
                 "pass the cache of this batch or start without one"
             )
         packing = Packing.of(mask, self.num_tokens, batch_shape)
-        real = torch.ones(batch_shape, dtype=torch.bool, device=device)
-        if mask is not None:
-            real = mask.to(torch.bool)
+        if mask is None:
+            real = torch.ones(batch_shape, dtype=torch.bool, device=device)
+        else:
+            real = mask.bool()
         self.is_real = real if self.is_real is None else torch.cat([self.is_real, real], dim=1)
         return packing
 

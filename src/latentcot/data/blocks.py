@@ -49,7 +49,7 @@ class Blocks:
             rows = epochs == epoch
             key = f"{self._seed}:{epoch}"
             blocks[rows] = permuted(positions[rows], self.num_blocks, key)
-        return self._read(blocks)
+        return self.at(blocks)
 
     def sequential(self, batch_size: int, max_blocks: int | None = None) -> Iterator[np.ndarray]:
         """Yield all blocks, or the first `max_blocks`, in the order of the text, for evaluation.
@@ -58,9 +58,10 @@ class Blocks:
         """
         num_blocks = self.num_blocks if max_blocks is None else min(max_blocks, self.num_blocks)
         for first in range(0, num_blocks, batch_size):
-            yield self._read(np.arange(first, min(first + batch_size, num_blocks)))
+            yield self.at(np.arange(first, min(first + batch_size, num_blocks)))
 
-    def _read(self, blocks: np.ndarray) -> np.ndarray:
+    def at(self, blocks: np.ndarray) -> np.ndarray:
+        """The blocks of these numbers in the text, int64 of shape (len(blocks), block_length)."""
         length = self.block_length
         return np.stack([self._stream.read(int(block) * length, length) for block in blocks])
 

@@ -9,12 +9,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from latentcot.analysis.collect import collect_text
 from latentcot.analysis.report import RunReport, write_report
-from latentcot.analysis.tokens import TextView
 from latentcot.data import Blocks, Corpus, Split, fingerprint, load_tokenizer, prepare
 from latentcot.data.shards import sync
 from latentcot.errors import UserError
@@ -141,13 +141,14 @@ def finish(
     corpus.tokenizer.save_pretrained(run_dir / EXPORT)
     write_text(run_dir / SUMMARY, json.dumps(summary, indent=2))
 
-    texts: list[TextView] = []
     spread = max(1, test_blocks.num_blocks // REPORT_TEXTS)
-    for number, block in enumerate(test_blocks.sequential(1)):
-        if number % spread == spread // 2 and len(texts) < REPORT_TEXTS:
-            ids = block[0][:REPORT_TOKENS]
-            title = f"Test text, block {number + 1}"
-            texts.append(collect_text(model, corpus.tokenizer, ids, title, amp))
+    shown = np.arange(spread // 2, test_blocks.num_blocks, spread)[:REPORT_TEXTS]
+    texts = [
+        collect_text(
+            model, corpus.tokenizer, ids[:REPORT_TOKENS], f"Test text, block {number + 1}", amp
+        )
+        for number, ids in zip(shown, test_blocks.at(shown), strict=True)
+    ]
     write_report(
         run_dir / REPORT,
         RunReport(
