@@ -7,11 +7,11 @@ from transformers import Qwen3Config
 
 import latentcot
 from latentcot.core.slots import visible
-from latentcot.flops import kaplan_flops, visible_pairs
+from latentcot.flops import interleave, visible_pairs
 from models.helpers import ids_of, tiny_llama, tiny_model
 
 
-@pytest.mark.parametrize("visibility", ["all", "latest"])
+@pytest.mark.parametrize("visibility", ["all", "latest", "own"])
 @pytest.mark.parametrize("window", [None, 3, 50])
 def test_pairs_equal_a_loop_over_the_predicate(visibility, window):
     passes = torch.randint(1, 5, (3, 9))
@@ -25,20 +25,74 @@ def test_pairs_equal_a_loop_over_the_predicate(visibility, window):
     assert visible_pairs(passes, visibility, window) == want
 
 
-@pytest.mark.parametrize("length", [1, 24])
-def test_linear_layers_and_head_equal_pytorchs_counter(length):
-    """The counter counts masked pairs too: hold it against dense pairs, L for (L + 1) / 2."""
-    model = latentcot.build_model("adaptive", tiny_llama(num_key_value_heads=4), l_max=2, tau=0)
+VARIANTS = [(method, {}) for method in latentcot.METHODS] + [
+    ("adaptive", {"visibility": "latest", "router": "multi_mlp"}),
+    ("adaptive", {"visibility": "own"}),
+    ("ponderlm2", {"thoughts": 2}),
+    ("mor", {"sharing": "middle_cycle"}),
+    ("mor", {"routing": "token"}),
+]
+
+
+@pytest.mark.parametrize("mask", [None, "padded"])
+@pytest.mark.parametrize("length", [24, 80])
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+def test_executed_equals_pytorchs_counter(method, options, length, mask):
+    """Training with realised steps under eager attention: both count masked pairs."""
+    backbone = tiny_llama(num_hidden_layers=3, num_key_value_heads=4)
+    model = tiny_model(method, backbone=backbone, **options)
     model.set_attn_implementation("eager")
-    ids = ids_of(2, length)
+    ids = ids_of(3, length)
+    if mask:
+        mask = torch.ones_like(ids)
+        mask[0, : length // 2] = 0
     with FlopCounterMode(display=False) as counter:
-        out = model(ids, labels=ids, skip_logits=True)
+        out = model(ids, mask, labels=ids, skip_logits=True)
         out.loss.backward()
-    flops = model.count_flops(out.passes)
-    dense_pairs = 2 * 2 * sum(length * k * length for k in (1, 2, 3))
-    dense = 3 * (flops.linear + flops.head + 4 * dense_pairs * 32) + flops.forward_only
-    # The embedding needs a gradient only through pass 1's projections: nothing is left out.
-    assert counter.get_total_flops() == pytest.approx(dense, rel=1e-3)
+    counted = counter.get_total_flops()
+    # The head also runs over padding.
+    padding = 0 if mask is None else int((mask == 0).sum()) * 3 * 2 * 32 * 61
+    executed, exact = (model.count_flops(out.passes, executed=e) for e in (True, False))
+    assert counted == pytest.approx(executed.training + padding, rel=1e-3)
+    # `exact` is the same but for the pairs that a mask hides, and recomputation.
+    for part in ("passes", "linear", "head", "forward_only"):
+        assert getattr(exact, part) == getattr(executed, part)
+    assert exact.attention < executed.attention
+
+
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+@torch.no_grad()
+def test_decoding_costs_what_pytorch_counts(method, options):
+    """One row, token by token with a cache: hardly anything is masked, so exact holds."""
+    backbone = tiny_llama(num_hidden_layers=3, num_key_value_heads=4)
+    model = tiny_model(method, backbone=backbone, **options).eval()
+    model.set_attn_implementation("eager")
+    ids = ids_of(1, 12)
+    cache, passes = None, []
+    with FlopCounterMode(display=False) as counter:
+        for place in range(12):
+            out = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            passes.append(out.passes)
+    flops = model.count_flops(torch.cat(passes, 1))
+    # 1 %: the slots that `paused` makes at once hide from each other.
+    assert counter.get_total_flops() == pytest.approx(flops.forward, rel=1e-2)
+
+
+@pytest.mark.parametrize("window", [None, 2, 3, 50])
+@pytest.mark.parametrize("copies", [2, 4])
+def test_pairs_of_interleaved_slots_equal_a_loop(window, copies):
+    tokens = torch.ones(2, 7, dtype=torch.int64)
+    tokens[1, 4:] = 0
+    want = 0
+    for length in (7, 4):
+        order = [(t, j) for t in range(length) for j in range(copies)]
+        want += sum(
+            theirs <= ours and (window is None or ours[0] - theirs[0] < window)
+            for ours in order
+            for theirs in order
+        )
+    assert visible_pairs(interleave(tokens, copies), "own", window, copies) == want
 
 
 def test_windows_are_counted_layer_by_layer():
@@ -68,4 +122,4 @@ def test_pruning_saves_what_was_not_executed():
     assert flops.linear / full.linear == pytest.approx(7 / 12, rel=0.01)
     assert flops.head == full.head
     assert flops.forward_only / full.forward_only == pytest.approx((3 + 1 + 2) / 9)
-    assert kaplan_flops(100, passes) == 6 * 100 * 7
+    assert flops.kaplan(100) == 6 * 100 * 7

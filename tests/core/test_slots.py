@@ -76,7 +76,7 @@ def _layout(request, monkeypatch):
 )
 @given(
     seed=st.integers(0, 10**6),
-    visibility=st.sampled_from(["all", "latest"]),
+    visibility=st.sampled_from(["all", "latest", "own"]),
     backend=st.sampled_from(["sdpa", "eager"]),
     window=st.sampled_from([None, 2]),
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=3),

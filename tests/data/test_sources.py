@@ -122,7 +122,11 @@ def test_a_bad_row_is_named(tmp_path, content, message):
         ("binary.txt", b"a\0b", "binary.txt is a binary file: give UTF-8 text"),
         ("latin.txt", "für".encode("latin-1"), "latin.txt is not UTF-8 text \\(byte 1\\)"),
         ("plain.jsonl.gz", b'{"text": "a"}\n', "cannot read .*plain.jsonl.gz \\(Not a gzipped"),
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-12], "cannot read .*cut.jsonl"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12],
+            "cannot read .*cut.jsonl",
+        ),
         ("broken.parquet", b"PAR1 no more", "cannot read .*broken.parquet"),
         ("empty.txt", b"", "holds no text"),
     ],

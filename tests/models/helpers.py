@@ -26,7 +26,11 @@ def tiny_llama(**changes: Any) -> LlamaConfig:
 
 
 def tiny_model(method: str, **options: Any) -> LatentLM:
-    """A float64 model whose gates, where it has any, are spread between 0 and 1."""
+    """A float64 model whose gates, where it has any, are spread between 0 and 1.
+
+    A parallel pass of it equals decoding token by token, see `LatentConfig.exact_options`.
+    """
+    options = latentcot.METHODS[method].config_class.exact_options | options
     model = latentcot.build_model(method, options.pop("backbone", tiny_llama()), **options).double()
     spread_gates(model)
     return model

@@ -53,6 +53,8 @@ def naive_forward(model: nn.Module, ids: Tensor, labels: Tensor) -> NaiveResult:
     def sees(t: int, k: int, other_t: int, other_k: int) -> bool:
         if other_t > t or other_k > k:
             return False
+        if config.visibility == "own":
+            return other_k == k
         return config.visibility == "all" or other_k == min(k, last[other_t])
 
     for k in range(1, num_passes + 1):

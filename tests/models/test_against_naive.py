@@ -23,7 +23,7 @@ def _layout(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("_layout")
-@pytest.mark.parametrize("visibility", ["all", "latest"])
+@pytest.mark.parametrize("visibility", ["all", "latest", "own"])
 @pytest.mark.parametrize("router", ["none", "linear", "mlp", "multi_linear", "multi_mlp"])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_values_and_gradients(visibility, router, backend):
@@ -75,7 +75,7 @@ def test_values_and_gradients(visibility, router, backend):
     assert router == "none" or len(executed) >= 3
 
 
-@pytest.mark.parametrize("visibility", ["all", "latest"])
+@pytest.mark.parametrize("visibility", ["all", "latest", "own"])
 def test_exit_masses_sum_to_one_and_padding_executes_nothing(visibility):
     model = tiny_model("adaptive", visibility=visibility, tau=0.3)
     ids = ids_of(4, 31)

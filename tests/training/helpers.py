@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
 
 Latentcot = Callable[..., Outcome]
 
-WALL_CLOCK = ("tokens_per_s", "seconds")
+WALL_CLOCK = ("tokens_per_s", "seconds", "peak_bytes")
 
 
 def tiny(source: Path, method: str = "adaptive", **training: Any) -> Content:

@@ -83,8 +83,10 @@ def test_a_method_of_one_pass(batches: list[np.ndarray]):
 
 
 def test_prune_ratio():
-    assert [prune_ratio(passes, 3) for passes in (1, 2.5, 4)] == [1, 0.5, 0]
-    assert prune_ratio(1, 0) == 0
+    config = tiny_model("adaptive", l_max=3).config
+    assert [prune_ratio(passes, config) for passes in (1, 2.5, 4)] == [1, 0.5, 0]
+    assert prune_ratio(1, tiny_model("vanilla").config) == 0
+    assert prune_ratio(7, tiny_model("ponderlm2").config) == 0  # nobody chose that
 
 
 def naive_spearman(x: list[float], y: list[float]) -> float:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import latentcot
-from latentcot.training.loop import Run
+from latentcot.training.loop import Run, seed_everything
 from latentcot.training.optimization import build_optimizer
 from latentcot.training.recipe import make_recipe
 from training.helpers import tiny
@@ -26,6 +26,17 @@ class Rows(torch.utils.data.Dataset):
         labels = self.ids[place].clone()
         labels[0] = -100
         return {"input_ids": self.ids[place], "labels": labels}
+
+
+class Seeds(TrainerCallback):
+    """The randomness of an update, as our loop has it."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        seed_everything(self.run.recipe.seed, f"step {state.global_step}")
+        self.run.model.draw()
 
 
 @pytest.mark.parametrize("method", latentcot.METHODS)
@@ -68,6 +79,7 @@ def test_same_losses(method, source, tmp_path):
         train_dataset=Rows(torch.cat(batches)),
         optimizers=(build_optimizer(run.model, recipe.training), None),
     )
+    trainer.add_callback(Seeds(run))
     trainer.train()
     theirs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(theirs) == STEPS

@@ -25,13 +25,16 @@ class Packing:
 
     Attributes:
         index: (N,) places of the active tokens in the flattened (B * L) input, ascending.
-        positions: (N,) position of each active token in its sequence, from 0.
+        positions: (N,) position of each active token in its sequence, from 0. Causality compares
+            these.
         batch_shape: (B, L) of the input.
+        copies: consecutive positions that share a token's place in the text, see `interleave`.
     """
 
     index: Tensor
     positions: Tensor
     batch_shape: tuple[int, int]
+    copies: int = 1
 
     @classmethod
     def of(cls, mask: Tensor | None, offsets: Tensor, batch_shape: tuple[int, int]) -> Packing:
@@ -47,8 +50,26 @@ class Packing:
         return cls(index, positions, batch_shape)
 
     def select(self, keep: Tensor) -> Packing:
-        """The active tokens where `keep` (N,) is true."""
-        return Packing(self.index[keep], self.positions[keep], self.batch_shape)
+        """The active tokens where `keep` (N,) is true, or those at ascending places `keep`."""
+        return Packing(self.index[keep], self.positions[keep], self.batch_shape, self.copies)
+
+    def interleave(self, copies: int) -> Packing:
+        """Each token followed by `copies` - 1 slots of its own: N * copies tokens of a (B, L *
+        copies) sequence, in which copy j of the token at t has position t * copies + j.
+        """
+        offsets = torch.arange(copies, device=self.index.device)
+        rows, columns = self.batch_shape
+        return Packing(
+            (self.index[:, None] * copies + offsets).flatten(),
+            (self.positions[:, None] * copies + offsets).flatten(),
+            (rows, columns * copies),
+            copies,
+        )
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(N,) places in the text, for rotary embeddings: all copies of a token share one."""
+        return self.positions if self.copies == 1 else self.positions // self.copies
 
     def __len__(self) -> int:
         return self.index.numel()
@@ -91,7 +112,7 @@ class Packing:
         """(B, n) positions by row, PAD_POSITION behind a row's last active token."""
         return self.pad(self.positions, fill=PAD_POSITION)
 
-    def pad(self, values: Tensor, fill: int = 0) -> Tensor:
+    def pad(self, values: Tensor, fill: float = 0) -> Tensor:
         """(N, ...) to (B, n, ...), packed left, `fill` behind a row's last active token."""
         if not self.is_full:
             padded = values.new_full((self.batch_shape[0] * self.width, *values.shape[1:]), fill)

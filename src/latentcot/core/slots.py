@@ -17,7 +17,7 @@ from transformers import Cache
 from latentcot.core.attention import BACKENDS
 from latentcot.core.packing import PAD_POSITION, Packing
 
-Visibility = Literal["all", "latest"]
+Visibility = Literal["all", "latest", "own"]
 
 RAGGED_MIN_WIDTH = 64
 RAGGED_MIN_WASTE = 1.1
@@ -38,6 +38,7 @@ def visible(
 
     `all`: t' <= t and k' <= k (the paper's parallel attention mask).
     `latest`: of these, for each t' only its deepest, k' = min(k, last executed step of t').
+    `own`: of these, only k' = k, the slots of the query's own step (looped models, PonderLM, MoR).
     A sliding window also asks for t - t' < window.
 
     Args:
@@ -51,18 +52,38 @@ def visible(
         )
         deepest = torch.minimum(torch.as_tensor(slot_last), torch.as_tensor(query_step))
         sees = sees & (torch.as_tensor(slot_step) == deepest)
+    if visibility == "own":
+        sees = sees & torch.as_tensor(slot_step == query_step)
     return sees
 
 
 def visible_positions(
-    query_position: Tensor, slot_position: Tensor, window: int | None = None
+    query_position: Tensor, slot_position: Tensor, window: int | None = None, copies: int = 1
 ) -> Tensor:
-    """The part of the predicate that compares positions: t' <= t, and t - t' < window."""
+    """The part of the predicate that compares positions: t' <= t, and t - t' < window.
+
+    Args:
+        copies: positions that share a place in the text (`Packing.interleave`); the window counts
+            places.
+    """
     sees = slot_position <= query_position
     if window is not None:
+        distance = query_position // copies - slot_position // copies
         # Padding queries keep one visible slot at least: an empty softmax would give NaN.
-        sees = sees & ((query_position - slot_position < window) | (query_position == PAD_POSITION))
+        sees = sees & ((distance < window) | (query_position == PAD_POSITION))
     return sees
+
+
+def attends_by_row(num_rows: int, width: int, num_tokens: int, device_type: str) -> bool:
+    """Whether rows differ so much that attending row by row beats padding them (on a CPU).
+
+    Args:
+        width: the largest number of active tokens in a row.
+        num_tokens: active tokens in all rows.
+    """
+    if device_type != "cpu" or width < RAGGED_MIN_WIDTH:
+        return False
+    return num_rows * width > RAGGED_MIN_WASTE * num_tokens
 
 
 class StepSlots:
@@ -71,6 +92,7 @@ class StepSlots:
     Attributes:
         lengths: (B,) number of slots of each row.
         positions: (B, capacity) their positions, ascending, PAD_POSITION behind the last.
+        copies: positions that a token of the text takes, see `Packing.interleave`.
         keys, values: per layer (B, capacity, H_kv, D).
     """
 
@@ -80,6 +102,7 @@ class StepSlots:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.used = 0  # columns in use: the largest length, kept on the host
+        self.copies = 1
 
     def reserve(self, packing: Packing) -> Tensor | None:
         """Make room for one slot for each active token.
@@ -88,6 +111,7 @@ class StepSlots:
             (N,) the column of each new slot, or None when the step was empty: then the packed
             tensors become the buffers as they are, without a copy.
         """
+        self.copies = packing.copies
         if self.used == 0:
             self.lengths, self.used = packing.counts, packing.width
             self.positions = packing.padded_positions
@@ -115,9 +139,9 @@ class StepSlots:
             put = Tensor.index_put_ if _may_overwrite(buffer, new) else Tensor.index_put
             buffers[layer] = put(buffer, (packing.rows, columns), new.to(buffer.dtype))
 
-    def crop(self, num_positions: Tensor) -> None:
-        """Drop the slots of row b at positions >= num_positions[b]: a crop of each row's tail."""
-        kept = self.positions[:, : self.used] < num_positions[:, None]
+    def crop(self, num_tokens: Tensor) -> None:
+        """Drop the slots of row b behind its first num_tokens[b] tokens: a crop of its tail."""
+        kept = self.positions[:, : self.used] < self.copies * num_tokens[:, None]
         self.lengths = kept.sum(1)
         self.positions = self.positions[:, : self.used].masked_fill(~kept, PAD_POSITION)
         self.used = int(self.lengths.max())
@@ -159,6 +183,7 @@ class SlotCache(Cache):
         """Forget everything."""
         self.steps: list[StepSlots] = []
         self.is_real: Tensor | None = None  # (B, columns seen): which of them were no padding
+        self.num_tokens = torch.zeros(0, dtype=torch.int64)  # (B,) real tokens seen so far
 
     def begin(self, mask: Tensor | None, batch_shape: tuple[int, int], device: Any) -> Packing:
         """Take in a chunk of (B, L) new columns and return the packing of its real tokens.
@@ -167,14 +192,15 @@ class SlotCache(Cache):
             ValueError: the cache holds another number of rows.
         """
         num_rows = batch_shape[0]
-        if not self.steps:
-            self.steps.append(StepSlots(num_rows, device))
+        if self.is_real is None:
+            self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         if self.num_tokens.shape[0] != num_rows:
             raise ValueError(
                 f"the cache holds {self.num_tokens.shape[0]} rows and the input has {num_rows}: "
                 "pass the cache of this batch or start without one"
             )
         packing = Packing.of(mask, self.num_tokens, batch_shape)
+        self.num_tokens = self.num_tokens + packing.counts
         if mask is None:
             real = torch.ones(batch_shape, dtype=torch.bool, device=device)
         else:
@@ -189,12 +215,13 @@ class SlotCache(Cache):
         while len(self.steps) < step:
             self.steps.append(StepSlots(packing.batch_shape[0], packing.index.device))
         columns = self.steps[step - 1].reserve(packing)
-        return SlotPass(self.steps[:step], packing, visibility, backend, columns)
+        first = step - 1 if visibility == "own" else 0
+        return SlotPass(self.steps[first:step], packing, visibility, backend, columns)
 
-    @property
-    def num_tokens(self) -> Tensor:
-        """(B,) tokens seen so far: every token has a slot at step 1."""
-        return self.steps[0].lengths
+    def rewind(self, packing: Packing) -> None:
+        """Drop the slots of this chunk's tokens, as if no pass had run over them yet."""
+        for slots in self.steps:
+            slots.crop(self.num_tokens - packing.counts)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self.is_real is None else self.is_real.shape[1]
@@ -207,7 +234,7 @@ class SlotCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return bool(self.steps)
+        return self.is_real is not None
 
     @property
     def is_compileable(self) -> bool:
@@ -222,9 +249,9 @@ class SlotCache(Cache):
             return
         kept = max_length if max_length > 0 else max(0, self.get_seq_length() + max_length)
         self.is_real = self.is_real[:, :kept]
-        num_positions = self.is_real.sum(1)
+        self.num_tokens = self.is_real.sum(1)
         for slots in self.steps:
-            slots.crop(num_positions)
+            slots.crop(self.num_tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -232,6 +259,7 @@ class SlotCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_real is not None:
             self.is_real = self.is_real[indices]
+            self.num_tokens = self.num_tokens[indices]
         for slots in self.steps:
             slots.select_rows(indices)
 
@@ -295,11 +323,10 @@ class SlotPass:
 
     @functools.cached_property
     def _is_ragged(self) -> bool:
-        """Whether rows differ so much that attending row by row beats padding them (on a CPU)."""
+        """See `attends_by_row`."""
         packing = self.packing
-        if packing.index.device.type != "cpu" or packing.width < RAGGED_MIN_WIDTH:
-            return False
-        return packing.batch_shape[0] * packing.width > RAGGED_MIN_WASTE * len(packing)
+        device = packing.index.device.type
+        return attends_by_row(packing.batch_shape[0], packing.width, len(packing), device)
 
     @functools.cached_property
     def _own_slots(self) -> list[tuple[slice, Tensor]]:
@@ -320,9 +347,9 @@ class SlotPass:
         steps = self._visible_steps
         keys = [slots.keys[layer][:, : slots.used] for slots in steps]
         values = [slots.values[layer][:, : slots.used] for slots in steps]
-        if self.visibility == "all":
-            return _concatenate(keys), _concatenate(values)
-        return self._overlay(keys), self._overlay(values)
+        if self.visibility == "latest":
+            return self._overlay(keys), self._overlay(values)
+        return _concatenate(keys), _concatenate(values)
 
     def _overlay(self, tensors: list[Tensor]) -> Tensor:
         """`latest`: the first step's slots, each replaced by the deeper one of its position."""
@@ -363,7 +390,8 @@ class SlotPass:
         # position: of the predicate, the positions are left to compare.
         query_positions = self.packing.padded_positions[:, :, None]
         slot_positions = self._slot_positions[:, None, :]
-        return visible_positions(query_positions, slot_positions, window)[:, None]
+        sees = visible_positions(query_positions, slot_positions, window, self.packing.copies)
+        return sees[:, None]
 
     @functools.cached_property
     def _slot_positions(self) -> Tensor:

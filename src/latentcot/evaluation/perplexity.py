@@ -16,6 +16,7 @@ from latentcot.core.halting import GivenPasses, KeepRule
 from latentcot.core.objective import IGNORE_INDEX, shift_labels, token_losses
 from latentcot.evaluation.statistics import spearman
 from latentcot.models.base import LatentLM
+from latentcot.models.config import LatentConfig
 
 Amp = Callable[[], Any]
 """Makes the autocast context that a model is run under."""
@@ -29,7 +30,7 @@ class Evaluation:
         loss: nats per predicted token.
         bits_per_byte: loss over the mean number of UTF-8 bytes of a token; None where unknown.
         passes_per_token: executed passes, mean over tokens.
-        prune_ratio: 1 - E[latent steps] / l_max; 0 where l_max is 0.
+        prune_ratio: see `prune_ratio`.
         steps_vs_ptarget: Spearman correlation of a token's latent steps with the probability that
             the model finally gives to the next token; None where all tokens take the same.
         tokens: predicted tokens.
@@ -49,9 +50,9 @@ class Evaluation:
         return asdict(self)
 
 
-def prune_ratio(passes_per_token: float, l_max: int) -> float:
-    """1 - E[latent steps] / l_max, the share of latent steps not executed; 0 at l_max 0."""
-    return 1 - (passes_per_token - 1) / l_max if l_max else 0.0
+def prune_ratio(passes_per_token: float, config: LatentConfig) -> float:
+    """1 - E[latent steps] / l_max, the share of latent steps that a router saved; 0 without one."""
+    return 1 - (passes_per_token - 1) / (config.num_passes - 1) if config.prunes else 0.0
 
 
 @torch.no_grad()
@@ -87,11 +88,14 @@ def evaluate(
         steps.append(out.passes.flatten()[scored].cpu() - 1)
     model.train(was_training)
     loss, latent_steps = torch.cat(losses).numpy(), torch.cat(steps).numpy()
-    return _summarise(loss, latent_steps, model.config.num_passes - 1, bytes_per_token)
+    return _summarise(loss, latent_steps, model.config, bytes_per_token)
 
 
 def _summarise(
-    losses: np.ndarray, latent_steps: np.ndarray, l_max: int, bytes_per_token: float | None
+    losses: np.ndarray,
+    latent_steps: np.ndarray,
+    config: LatentConfig,
+    bytes_per_token: float | None,
 ) -> Evaluation:
     loss, passes = float(losses.mean()), float(latent_steps.mean() + 1)
     p_target = np.exp(-losses)
@@ -100,7 +104,7 @@ def _summarise(
         perplexity=math.exp(min(loss, 700)),
         bits_per_byte=loss / math.log(2) / bytes_per_token if bytes_per_token else None,
         passes_per_token=passes,
-        prune_ratio=prune_ratio(passes, l_max),
+        prune_ratio=prune_ratio(passes, config),
         steps_vs_ptarget=spearman(latent_steps, p_target),
         tokens=len(losses),
         by_steps=[

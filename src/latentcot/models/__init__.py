@@ -3,15 +3,9 @@
 import importlib
 import pkgutil
 
-from latentcot.models.base import (
-    METHODS,
-    LatentLM,
-    LatentLMOutput,
-    build_model,
-    method_class,
-    register_method,
-)
+from latentcot.models.base import LatentLM, LatentLMOutput
 from latentcot.models.config import LatentConfig
+from latentcot.models.registry import METHODS, build_model, method_class, register_method
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -5,7 +5,6 @@ Shapes: B rows, L columns, N active tokens (fewer at every step), K = l_max + 1 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import final
 
 import torch
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from latentcot.core.halting import Threshold, halt
 from latentcot.core.objective import IGNORE_INDEX, adaptive_penalty, target_probs
-from latentcot.core.packing import Packing
 from latentcot.core.router import MultiRouter, RouterName, build_router, set_initial_gate
+from latentcot.core.slots import Visibility
 from latentcot.errors import UserError
-from latentcot.flops import Flops, linear_flops
-from latentcot.models.base import Chunk, LatentLM, Thought, register_method
+from latentcot.flops import Ledger, linear_flops
+from latentcot.models.base import Chunk, LatentLM, Thought
 from latentcot.models.config import LatentConfig
+from latentcot.models.registry import register_method
+from latentcot.models.steps import StepRecord
 
 
 @strict
@@ -33,6 +34,8 @@ class AdaptiveConfig(LatentConfig):
         lambda_adaptive: weight of the adaptive loss.
         beta: exponent of the target probability in it.
         initial_gate: value of every gate before training.
+        visibility: which slots of earlier steps a query sees: `all` (the paper), `latest` (of each
+            position its deepest), or `own` (only those of the same step).
     """
 
     model_type = "latentcot_adaptive"
@@ -43,6 +46,7 @@ class AdaptiveConfig(LatentConfig):
     lambda_adaptive: float | int = 0.4
     beta: float | int = 10.0
     initial_gate: float = 0.95
+    visibility: Visibility = "all"  # type: ignore[assignment]  # a field where the base computes
 
     def check(self) -> None:
         super().check()
@@ -87,27 +91,22 @@ class AdaptiveLM(LatentLM):
         wide = torch.promote_types(z.dtype, torch.float32)
         return logits.to(z.device, wide).sigmoid()
 
-    @torch.no_grad()
-    def count_flops(self, passes: Tensor) -> Flops:
-        flops = super().count_flops(passes)
+    def tally(self, ledger: Ledger, passes: Tensor) -> None:
+        super().tally(ledger, passes)
         if self.config.router == "none":
-            return flops
+            return
         # Every executed step but the last has a gate, and p_target for the adaptive loss.
         num_gates = int(passes.clamp(max=self.config.l_max).sum())
         router = linear_flops(self.router)
         if isinstance(self.router, MultiRouter):
             router //= max(1, self.config.l_max)
-        return dataclasses.replace(
-            flops,
-            linear=flops.linear + num_gates * router,
-            forward_only=num_gates * linear_flops(self.lm_head),
-        )
+        ledger.add(linear=num_gates * router, forward_only=num_gates * linear_flops(self.lm_head))
 
     def think(self, chunk: Chunk) -> Thought:
         config, packing, targets = self.config, chunk.packing, chunk.targets
         keep_rule = chunk.keep_rule or Threshold(config.tau)
         wide = torch.promote_types(chunk.embeds.dtype, torch.float32)
-        record = _Record(packing, config.num_passes, wide) if chunk.output_steps else None
+        record = StepRecord(packing, config.num_passes, wide) if chunk.output_steps else None
         learns_to_halt = targets is not None and config.router != "none"
         penalty = chunk.embeds.new_zeros((), dtype=wide) if learns_to_halt else None
 
@@ -116,7 +115,7 @@ class AdaptiveLM(LatentLM):
         mixture = packing.scatter(torch.zeros_like(states, dtype=wide)).flatten(0, 1)
         passes = packing.index.new_zeros(mixture.shape[0])
         for step in range(1, config.num_passes + 1):
-            slots = chunk.cache.step(step, packing, config.visibility, self.attention_backend)
+            slots = self.slots(chunk, step, packing)
             z = self.run(states, slots)
             is_last = step == config.num_passes
             gate = torch.zeros_like(reach) if is_last else self.gate(z, step)
@@ -150,18 +149,3 @@ class AdaptiveLM(LatentLM):
             penalty=None if penalty is None else config.lambda_adaptive * penalty,
             steps=record.tensors if record else {},
         )
-
-
-class _Record:
-    """Step-wise values as (B, L, K) tensors, zero where a token did not execute the step."""
-
-    def __init__(self, packing: Packing, num_passes: int, dtype: torch.dtype):
-        self.shape = (*packing.batch_shape, num_passes)
-        self.dtype = dtype
-        self.tensors: dict[str, Tensor] = {}
-
-    def add(self, step: int, packing: Packing, **values: Tensor) -> None:
-        for name, value in values.items():
-            if name not in self.tensors:
-                self.tensors[name] = value.new_zeros(self.shape, dtype=self.dtype)
-            self.tensors[name].flatten(0, 1)[packing.index, step - 1] = value.to(self.dtype)

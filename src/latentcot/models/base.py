@@ -5,36 +5,33 @@ Shapes: B rows, L columns, N active tokens, K passes at most, d width, V vocabul
 
 from __future__ import annotations
 
-import collections
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from latentcot.core.attention import ATTENTION_NAME, BACKENDS
 from latentcot.core.halting import KeepRule
-from latentcot.core.objective import IGNORE_INDEX, cross_entropy_sum, shift_labels
+from latentcot.core.objective import (
+    IGNORE_INDEX,
+    cross_entropy_sum,
+    shift_labels,
+    target_probs,
+)
 from latentcot.core.packing import Packing
 from latentcot.core.slots import SlotCache, SlotPass
 from latentcot.errors import UserError
-from latentcot.flops import Flops, attention_flops, linear_flops, visible_pairs
+from latentcot.flops import Flops, Ledger, linear_flops
 from latentcot.models.config import LatentConfig
 from latentcot.models.export import auto_map, write_extras
 from latentcot.models.initialization import scaled_init_
+from latentcot.models.steps import fixed_steps
 
 
 @dataclass
@@ -94,13 +91,14 @@ class Thought:
         hidden: (B, L, d) the states that the LM head reads; zero at padding.
         passes: (B, L) passes executed; 0 at padding.
         penalty: auxiliary loss summed over target tokens, or None.
-        steps: the (B, L, K) records named in `LatentLMOutput`, if wanted.
+        steps: the (B, L, K) records named in `LatentLMOutput`, if wanted; those of a method without
+            gates follow from `passes`.
     """
 
     hidden: Tensor
     passes: Tensor
-    penalty: Tensor | None
-    steps: dict[str, Tensor]
+    penalty: Tensor | None = None
+    steps: dict[str, Tensor] = field(default_factory=dict)
 
 
 class LatentLM(PreTrainedModel, GenerationMixin):
@@ -142,6 +140,16 @@ class LatentLM(PreTrainedModel, GenerationMixin):
     def think(self, chunk: Chunk) -> Thought:
         """From embeddings to the states that the LM head reads: the method itself."""
 
+    def draw(self) -> None:
+        """Draw what is random in an update and the same for all its sequences.
+
+        The training loop calls it once an update, after it has seeded torch.
+        """
+
+    def tally(self, ledger: Ledger, passes: Tensor) -> None:
+        """Enter what `think` computed for tokens that executed `passes` (B, L), 0 at padding."""
+        ledger.run(passes, self.config.visibility)
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """(B, L) token ids to (B, L, d) scaled embeddings e_t, what pass 1 reads.
 
@@ -154,11 +162,15 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         assert scale is not None
         return embeds * scale
 
+    def slots(self, chunk: Chunk, step: int, packing: Packing) -> SlotPass:
+        """A pass over the tokens of `packing` at `step` (from 1); `run` executes it."""
+        return chunk.cache.step(step, packing, self.config.visibility, self.attention_backend)
+
     def run(self, states: Tensor, slots: SlotPass) -> Tensor:
         """One pass of the backbone, final norm included, over the active tokens: (N, d) each."""
         out = self.backbone(
             inputs_embeds=states[None],
-            position_ids=slots.packing.positions[None],
+            position_ids=slots.packing.position_ids[None],
             use_cache=False,
             slots=slots,
         )
@@ -170,6 +182,37 @@ class LatentLM(PreTrainedModel, GenerationMixin):
                 "attention interface: latentcot needs a backbone in which all do"
             )
         return out.last_hidden_state[0].to(states.device)
+
+    def run_layers(self, states: Tensor, slots: SlotPass, layers: slice = slice(None)) -> Tensor:
+        """The given layers of a Llama-like backbone, without the final norm: (N, d) each.
+
+        Raises:
+            UserError: a backbone that is not built like Llama.
+        """
+        backbone, position_ids = self.backbone, slots.packing.position_ids[None]
+        if not (hasattr(backbone, "layers") and hasattr(backbone, "rotary_emb")):
+            raise UserError(
+                f"{self.config.model_type.removeprefix('latentcot_')} runs the layers of its "
+                f"backbone one by one, and a {self.config.backbone_config.model_type} is not "
+                "built like Llama: choose a backbone with rotary embeddings"
+            )
+        hidden = states[None]
+        rotary = backbone.rotary_emb(hidden, position_ids)
+        for layer in backbone.layers[layers]:
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_ids=position_ids,
+                position_embeddings=rotary,
+                slots=slots,
+            )
+        return hidden[0].to(states.device)
+
+    def final_norm(self, states: Tensor) -> Tensor:
+        """The backbone's last normalisation, which `run` applies and `run_layers` does not."""
+        norms = (getattr(self.backbone, name, None) for name in ("norm", "final_layer_norm"))
+        norm = next(module for module in norms if module is not None)
+        return norm(states).to(states.device)
 
     @property
     def attention_backend(self) -> str:
@@ -248,7 +291,7 @@ class LatentLM(PreTrainedModel, GenerationMixin):
             thought = self.think(chunk)
         else:  # nothing but padding
             no_passes = torch.zeros(batch_shape, dtype=torch.int64, device=embeds.device)
-            thought = Thought(embeds * 0, no_passes, None, {})
+            thought = Thought(embeds * 0, no_passes)
         losses: dict[str, Tensor] = {}
         if targets is not None:
             losses = self._losses(thought, targets, num_items_in_batch)
@@ -261,7 +304,17 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = not self.training
         keeps_cache = use_cache or past_key_values is not None
-        fields: dict[str, Any] = {**losses, **thought.steps}
+        fields: dict[str, Any] = dict(losses)
+        if output_steps and len(packing):
+            shape = (self.config.num_passes, thought.hidden.dtype)
+            fields |= fixed_steps(thought.passes, *shape)
+            if targets is not None:  # what every method knows: the last state's
+                states = thought.hidden.flatten(0, 1)
+                p_target = target_probs(states, self.lm_head.weight, targets.flatten())
+                fields["step_target_probs"] = fields["exit_probs"] * p_target.view_as(targets)[
+                    ..., None
+                ].to(states)
+            fields |= thought.steps
         out = LatentLMOutput(
             logits=logits,
             past_key_values=cache if keeps_cache else None,
@@ -294,25 +347,21 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         }
 
     @torch.no_grad()
-    def count_flops(self, passes: Tensor) -> Flops:
-        """Exact FLOPs of a batch whose tokens executed `passes` (B, L), 0 at padding.
+    def count_flops(self, passes: Tensor, executed: bool = False) -> Flops:
+        """FLOPs of a batch whose tokens executed `passes` (B, L), 0 at padding.
 
-        The same for every method that reads each slot once; `linear` counts the router with the
-        backbone.
+        Args:
+            executed: count what a dense mask executes too, as PyTorch's counter does under eager
+                attention, and recomputation; default: visible pairs only.
         """
         config = self.config.backbone_config
         heads = self.config.num_attention_heads
         head_width = getattr(config, "head_dim", None) or self.config.hidden_size // heads
-        windows = collections.Counter(self.config.layer_windows())
-        pairs_in_all_layers = sum(
-            num_layers * visible_pairs(passes, self.config.visibility, window)
-            for window, num_layers in windows.items()
-        )
-        return Flops(
-            linear=int(passes.sum()) * linear_flops(self.backbone),
-            attention=attention_flops(pairs_in_all_layers, head_width, heads),
-            head=int((passes > 0).sum()) * linear_flops(self.lm_head),
-        )
+        windows = self.config.layer_windows()
+        ledger = Ledger(self.backbone, windows, head_width * heads, executed)
+        self.tally(ledger, passes)
+        ledger.add(head=int((passes > 0).sum()) * linear_flops(self.lm_head))
+        return ledger.total
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
@@ -376,61 +425,3 @@ def _own_columns(attention_mask: Tensor, batch_shape: tuple[int, int]) -> Tensor
             f"attention_mask covers {attention_mask.shape[1]} columns and the input has {columns}"
         )
     return attention_mask[:, -columns:]
-
-
-METHODS: dict[str, type[LatentLM]] = {}
-"""Name -> class of every method; filled by `register_method`."""
-
-M = TypeVar("M", bound=type[LatentLM])
-
-
-def register_method(name: str) -> Callable[[M], M]:
-    """Class decorator: enter a method into `METHODS` and into the Auto classes of transformers."""
-
-    def register(cls: M) -> M:
-        METHODS[name] = cls
-        AutoConfig.register(cls.config_class.model_type, cls.config_class)
-        AutoModelForCausalLM.register(cls.config_class, cls)
-        return cls
-
-    return register
-
-
-def method_class(name: str) -> type[LatentLM]:
-    """The class of method `name`.
-
-    Raises:
-        UserError: no such method; the message lists those there are.
-    """
-    if name not in METHODS:
-        raise UserError(f"unknown method {name!r}: choose one of {', '.join(sorted(METHODS))}")
-    return METHODS[name]
-
-
-def build_model(
-    method: str, backbone: PretrainedConfig | dict[str, Any] | None = None, **options: Any
-) -> LatentLM:
-    """A freshly initialised model.
-
-    Args:
-        method: a key of `METHODS`.
-        backbone: configuration of any decoder of transformers, or its dict; default Llama.
-        options: fields of the method's configuration class.
-
-    Raises:
-        UserError: unknown method, or options that do not fit.
-    """
-    cls = method_class(method)
-    known = cls.config_class.option_names()
-    if unknown := sorted(options.keys() - known):
-        raise UserError(
-            f"{method} has no option {unknown[0]!r}: its options are {', '.join(sorted(known))}"
-        )
-    try:
-        config = cls.config_class(backbone_config=backbone, **options)
-        return cls(config)
-    except UserError:
-        raise
-    except Exception as error:  # transformers refuses a configuration in many ways
-        reason = str(error.__cause__ or error).strip().splitlines()[-1].strip()
-        raise UserError(f"{method}: no model can be built from this: {reason}") from error

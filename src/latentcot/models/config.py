@@ -25,8 +25,6 @@ class LatentConfig(PretrainedConfig):
         backbone_config: any decoder's configuration (or its dict with `model_type`); default Llama.
         embedding_scale: factor on the input embedding; None means sqrt(2.5 d), which gives the
             scaled initialisation unit standard deviation. 1 for a warm start.
-        visibility: which slots of earlier steps a query sees, `all` (the paper) or `latest`; the
-            same for a method whose tokens never see more than one slot of a position.
         initialization: `scaled` (truncated normal, std sqrt(2 / (5 d)), residual projections
             divided by sqrt(2 layers)) or `stock` (the backbone's own).
     """
@@ -45,10 +43,12 @@ class LatentConfig(PretrainedConfig):
         "step_target_probs",
     ]
 
+    exact_options: ClassVar[dict[str, Any]] = {}
+    """Options with which a parallel pass equals decoding token by token, where defaults do not."""
+
     backbone_config: Any = None
     embedding_scale: float | int | None = None
     initialization: Literal["scaled", "stock"] = "scaled"
-    visibility: Visibility = "all"
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -107,8 +107,13 @@ class LatentConfig(PretrainedConfig):
         return {name for name in own if not name.endswith("_token_id")}
 
     @property
+    def visibility(self) -> Visibility:
+        """Which slots a query sees; `own` unless a method says otherwise: those of its own step."""
+        return "own"
+
+    @property
     def prunes(self) -> bool:
-        """Whether a learned router decides how many passes a token executes."""
+        """Whether a router decides how many passes a token executes."""
         return False
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import resource
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,3 +63,11 @@ def resolve_attention(attention: str, precision: str, device: torch.device) -> s
     if attention != "auto":
         return attention
     return "eager" if device.type == "cpu" and precision == "bfloat16" else "sdpa"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most: on its GPU, else in memory (all of the process)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -17,13 +17,13 @@ import torch
 from latentcot.data import Blocks, Corpus, check_vocabulary, prepare
 from latentcot.errors import UserError
 from latentcot.evaluation.perplexity import evaluate, prune_ratio
-from latentcot.flops import kaplan_flops
 from latentcot.models.base import LatentLM
 from latentcot.training import run_dir as files
 from latentcot.training.checkpoint import Checkpoints
 from latentcot.training.hardware import (
     autocast,
     choose_device,
+    peak_memory,
     resolve_attention,
     resolve_precision,
 )
@@ -43,6 +43,7 @@ class Counters:
     exact_flops: float = 0.0
     kaplan_flops: float = 0.0
     seconds: float = 0.0
+    peak_bytes: int = 0
 
     def share_of(self, recipe: Recipe) -> float:
         """The spent share of the budget, from 0 to 1 (or a little more at the end)."""
@@ -134,6 +135,7 @@ class Run:
         batch = torch.from_numpy(self.blocks.batch(counters.step, config.batch_size))
         num_targets = batch.shape[0] * (batch.shape[1] - 1)
         self.model.train()
+        self.model.draw()
         ce_loss = adaptive_loss = 0.0
         num_passes = 0
         for ids in batch.to(self.device).split(config.micro_batch):
@@ -149,7 +151,9 @@ class Run:
             ce_loss += float(out.ce_loss.detach())
             adaptive_loss += float(out.adaptive_loss.detach())
             num_passes += int(out.passes.sum())
-            counters.exact_flops += self.model.count_flops(out.passes).training
+            flops = self.model.count_flops(out.passes)
+            counters.exact_flops += flops.training
+            counters.kaplan_flops += flops.kaplan(self.num_parameters)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
         loss = ce_loss + adaptive_loss
         if not math.isfinite(loss) or not math.isfinite(float(grad_norm)):
@@ -164,9 +168,9 @@ class Run:
         counters.step += 1
         counters.tokens += batch.numel()
         counters.passes += num_passes
-        counters.kaplan_flops += kaplan_flops(self.num_parameters, num_passes)
         elapsed = time.perf_counter() - started
         counters.seconds += elapsed
+        counters.peak_bytes = max(counters.peak_bytes, peak_memory(self.device))
         passes_per_token = num_passes / batch.numel()
         row = {
             "kind": "train",
@@ -176,11 +180,12 @@ class Run:
             "ce_loss": ce_loss,
             "adaptive_loss": adaptive_loss,
             "passes_per_token": passes_per_token,
-            "prune_ratio": prune_ratio(passes_per_token, self.model.config.num_passes - 1),
+            "prune_ratio": prune_ratio(passes_per_token, self.model.config),
             "learning_rate": rate,
             "grad_norm": float(grad_norm),
             "tokens_per_s": batch.numel() / elapsed,
             "exact_flops": counters.exact_flops,
+            "kaplan_flops": counters.kaplan_flops,
             "seconds": counters.seconds,
         }
         self.metrics.add(row)
@@ -205,6 +210,7 @@ class Run:
             "passes_per_token": result.passes_per_token,
             "prune_ratio": result.prune_ratio,
             "exact_flops": counters.exact_flops,
+            "kaplan_flops": counters.kaplan_flops,
         }
         self.metrics.add(row)
         self.progress.evaluated(row)

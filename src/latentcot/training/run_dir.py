@@ -134,7 +134,7 @@ def finish(
         "parameters": model.num_parameters(),
         **{
             key: counters[key]
-            for key in ("step", "tokens", "kaplan_flops", "exact_flops", "seconds")
+            for key in ("step", "tokens", "kaplan_flops", "exact_flops", "seconds", "peak_bytes")
         },
     }
     model.save_pretrained(run_dir / EXPORT, figures=summary)
