@@ -1,8 +1,9 @@
-"""The command line: `latentcot train | eval | generate`."""
+"""The command line: `latentcot train | compare | eval | generate | flops`."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -37,6 +38,14 @@ class Resume(StrEnum):
     must = "must"
 
 
+class Match(StrEnum):
+    """What compared systems have in common."""
+
+    tokens = "tokens"
+    flops = "flops"
+    both = "both"
+
+
 class SplitName(StrEnum):
     """A split of the corpus."""
 
@@ -65,6 +74,84 @@ def train(
     show(summary, as_json, title=f"{directory}")
     if not as_json:
         print(f"report: {directory / 'report.html'}\nmodel:  {directory / 'model'}")
+
+
+@app.command()
+def compare(
+    recipes: Annotated[
+        list[str] | None, typer.Argument(help="recipes, then changes to all as key.sub=value")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="seeds of weights and data order")] = "0",
+    match: Annotated[
+        Match, typer.Option(help="what the systems have in common: tokens, training FLOPs, or both")
+    ] = Match.tokens,
+    flops: Annotated[
+        str | None,
+        typer.Option(help="FLOPs budgets [default: 1, 2, 4 times the cheapest system's]"),
+    ] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(help="a sweep instead of recipes, see recipes/ablations/")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="recipe that the sweep varies, instead of its own")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="recipe that differences are taken to [default: adaptive]")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="runs at a time [default: one a GPU, or one a core]", min=1)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="where the runs and results are kept")] = Path(
+        "runs/compare"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Train several recipes under one protocol; leaves a table, curves and a page."""
+    from dataclasses import asdict
+
+    from latentcot.analysis.comparison import table
+    from latentcot.compare import compare as run_comparison
+    from latentcot.compare import plan
+    from latentcot.training.recipe import load_recipe
+    from latentcot.training.sweep import load_sweep
+
+    paths = [word for word in recipes or [] if "=" not in word or Path(word).is_file()]
+    overrides = [word for word in recipes or [] if word not in paths]
+    if (sweep is None) == (not paths):
+        raise UserError("give recipes or --sweep FILE, one of them")
+    values: list[Any] = []
+    if sweep is not None:
+        swept = load_sweep(sweep, base, overrides)
+        resolved, values = swept.recipes, swept.values
+    elif base is not None:
+        raise UserError("--base is for --sweep: give the recipes as they are, or a sweep")
+    else:
+        resolved = [load_recipe(path, overrides) for path in paths]
+    jobs = plan(
+        resolved,
+        numbers(seeds, "--seeds", int),
+        out,
+        match.value,
+        numbers(flops, "--flops", float) if flops else (),
+        values,
+    )
+    lines = run_comparison(
+        jobs,
+        out,
+        workers=workers,
+        reference=reference,
+        swept=swept.key if sweep is not None else None,
+        command=shlex.join(["latentcot", *sys.argv[1:]]),
+    )
+    if as_json:
+        print(json.dumps([asdict(line) for line in lines]))
+        return
+    titles, *rows = table(lines)
+    shown = Table(*titles, title=str(out), title_justify="left")
+    for row in rows:
+        shown.add_row(*row)
+    Console(highlight=False).print(shown)
+    print(f"page: {out / 'comparison.html'}")
 
 
 @app.command(name="eval")
@@ -113,6 +200,72 @@ def generate(
         print(json.dumps(result))
 
 
+@app.command()
+def flops(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="a YAML recipe, see recipes/; or --paper")
+    ] = None,
+    overrides: Overrides = None,
+    passes: Annotated[
+        float | None,
+        typer.Option(help="mean passes of a token, where a router decides (default: all)"),
+    ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="the FLOPs column of the paper beside ours")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """FLOPs of a recipe before it is run, for each token and in all; or those of the paper."""
+    if (recipe is None) != paper:
+        raise UserError("give a recipe or --paper, one of them")
+    if paper and passes is not None:
+        raise UserError("--passes is for a recipe: --paper has the passes of the paper")
+    from latentcot.training.ledger import paper_table, recipe_costs
+    from latentcot.training.recipe import load_recipe
+
+    if recipe is None:
+        rows = paper_table()
+        if as_json:
+            print(json.dumps(rows))
+            return
+        marks = {"computed": "", "back-solved": "*"}
+        keys = ["paper_1e20", "kaplan_1e20", "kaplan_all_parameters_1e20", "exact_1e20"]
+        show_cells(
+            "Pretraining FLOPs of the paper's models, in 1e20 (*: passes solved from its FLOPs)",
+            ["model", "passes", "paper", "kaplan", "kaplan, all N", "exact"],
+            [
+                [row["model"], f"{row['passes']:.4g}{marks[row['source']]}"]
+                + [f"{row[key]:.2f}" for key in keys]
+                for row in rows
+            ],
+        )
+        return
+    costs = recipe_costs(load_recipe(recipe, overrides or []), passes)
+    if as_json:
+        print(json.dumps(costs))
+        return
+    parts = {"trained_token": "a trained token", "decoded_token": "a decoded token", "run": "run"}
+    show_cells(
+        f"{costs['name']}: {costs['parameters'] / 1e6:.2f}M parameters, {costs['tokens']:.4g} "
+        f"tokens, {costs['passes']:.4g} passes ({costs['decoding_passes']:.4g} in decoding)",
+        ["FLOPs", *costs["run"]],
+        [[name, *map(flops_text, costs[part].values())] for part, name in parts.items()],
+    )
+
+
+def flops_text(value: float) -> str:
+    """Four digits, in the paper's unit from a hundredth of it on."""
+    return f"{value / 1e20:.4g} x 1e20" if value >= 1e18 else f"{value:.4g}"
+
+
+def numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]:
+    """The numbers of a comma-separated option. Raises UserError."""
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} is {text!r}: give numbers with commas between them") from None
+
+
 def show(values: dict[str, Any], as_json: bool, title: str) -> None:
     """Print figures as a table or as JSON."""
     if as_json:
@@ -122,6 +275,15 @@ def show(values: dict[str, Any], as_json: bool, title: str) -> None:
     for key, value in values.items():
         if not isinstance(value, list):
             table.add_row(key, f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console(highlight=False).print(table)
+
+
+def show_cells(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a line and a table of text below it."""
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    print(title)
     Console(highlight=False).print(table)
 
 

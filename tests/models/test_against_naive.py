@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from latentcot.core import slots
+from latentcot.core import attention, slots
 from models.helpers import ids_of, tiny_model
 from models.naive import naive_forward
 
@@ -15,11 +15,13 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(difference / theirs.detach().abs().max().clamp(min=1e-12))
 
 
-@pytest.fixture(params=["padded", "row by row"])
+@pytest.fixture(params=["padded", "row by row", "in parts"])
 def _layout(request, monkeypatch):
     if request.param == "row by row":
         monkeypatch.setattr(slots, "RAGGED_MIN_WIDTH", 0)
         monkeypatch.setattr(slots, "RAGGED_MIN_WASTE", 0)
+    if request.param == "in parts":
+        monkeypatch.setattr(attention, "CPU_SCORES", 1)
 
 
 @pytest.mark.usefixtures("_layout")

@@ -266,3 +266,11 @@ def test_logits_to_keep_and_embeddings_as_input():
     assert model(ids, labels=ids, skip_logits=True).logits is None
     assert len(model(ids, return_dict=False)) >= 2
     assert want.shape == (2, 7, VOCABULARY)
+
+
+def test_layers_are_run_one_by_one_only_where_that_is_all_a_backbone_does():
+    granite = {"model_type": "granite", "embedding_multiplier": 3.0, "num_key_value_heads": 4}
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61}
+    model = latentcot.build_model("looped", granite | small | {"intermediate_size": 32})
+    with pytest.raises(UserError, match="a granite backbone does not allow: choose one of llama"):
+        model(ids_of(1, 4))

@@ -23,6 +23,11 @@ SHORT = {
     "train": ["training.max_steps=2", "training.eval_blocks=2", "data.max_documents=40"],
     "eval": ["--blocks", "2"],
     "generate": ["--max-new-tokens", "4"],
+    "compare": [
+        *("training.max_steps=2", "training.eval_blocks=2", "data.max_documents=40"),
+        *("--seeds", "0"),
+    ],
+    "flops": [],
 }
 
 
@@ -49,10 +54,17 @@ def commands(script: str) -> list[list[str]]:
             case ["make", *arguments]:
                 found += behind_make(arguments)
             case ["latentcot" | "torchrun", *_]:
-                found.append(words)
+                found.append([part for word in words for part in braces(word)])
             case _:
                 raise AssertionError(f"README.md shows a command that no test can run: {line}")
     return found
+
+
+def braces(word: str) -> list[str]:
+    """`a{b,c}d` as a shell expands it: abd acd."""
+    if not (match := re.search(r"\{([^{}]*,[^{}]*)\}", word)):
+        return [word]
+    return [word[: match.start()] + part + word[match.end() :] for part in match[1].split(",")]
 
 
 def behind_make(arguments: list[str]) -> list[list[str]]:
@@ -99,11 +111,13 @@ def test_commands_are_read_as_a_shell_would():
         "# a comment\n"
         "latentcot train recipes/demo.yaml \\\n  model.tau=0.3   # think less\n"
         "latentcot generate runs/demo --prompt 'def main('\n"
+        "latentcot compare recipes/{a,b}.yaml\n"
     )
     assert commands(script) == [
         ["latentcot", "eval", "runs/demo"],
         ["latentcot", "train", "recipes/demo.yaml", "model.tau=0.3"],
         ["latentcot", "generate", "runs/demo", "--prompt", "def main("],
+        ["latentcot", "compare", "recipes/a.yaml", "recipes/b.yaml"],
     ]
 
 

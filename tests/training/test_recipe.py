@@ -1,24 +1,13 @@
-"""Recipes: bases, overrides, messages for typing errors, and the recipes that are shipped."""
+"""Recipes: bases, overrides, messages for typing errors."""
 
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from latentcot.errors import UserError
 from latentcot.training.recipe import load_recipe, make_recipe
 from training.helpers import tiny, write_recipe
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a recipe can be trained; one that only serves as a base may lack a section."""
-    keys = yaml.safe_load(path.read_text()).keys()
-    return "base" in keys or {"model", "training"} <= keys
-
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-SHIPPED = [path for path in sorted(RECIPES.rglob("*.yaml")) if is_complete(path)]
 
 
 @pytest.fixture
@@ -160,22 +149,6 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path, source: Path, me
     path.write_text(recipe.to_yaml(), encoding="utf-8")
     assert load_recipe(path) == recipe
     assert make_recipe(yaml.safe_load(recipe.to_yaml())) == recipe
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_a_shipped_recipe_builds(path: Path):
-    recipe = load_recipe(path)
-    with torch.device("meta"):
-        model = recipe.build_model()
-    assert model.num_parameters() > 0
-    if recipe.data.tokenizer.path is None:
-        assert recipe.data.tokenizer.vocab_size <= model.config.vocab_size
-
-
-def test_shipped_recipes_have_names_of_their_own():
-    names = [load_recipe(path).name for path in SHIPPED]
-    assert names
-    assert len(set(names)) == len(names)
 
 
 def test_another_method_keeps_what_all_methods_have(base: Path):

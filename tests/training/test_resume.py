@@ -24,6 +24,8 @@ import pytest
 import torch
 
 from latentcot.errors import UserError
+from latentcot.models import METHODS
+from latentcot.training import run_dir as files
 from latentcot.training.checkpoint import Checkpoints
 from latentcot.training.loop import Run, train
 from latentcot.training.recipe import Recipe, make_recipe
@@ -94,6 +96,29 @@ def test_resumed_equals_uninterrupted(
     assert len(train_rows(tmp_path)) == step - 1
     train(recipe, tmp_path)
     assert_same_run(tmp_path, quiet)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_resumes(tmp_path: Path, source: Path, method: str):
+    """What a method draws at random included."""
+    quiet, parts = tmp_path / "quiet", tmp_path / "parts"
+    train(make_recipe(tiny(source, method)), quiet)
+    for max_steps in (4, None):
+        train(make_recipe(tiny(source, method, max_steps=max_steps)), parts)
+    assert train_rows(parts) == train_rows(quiet)
+    assert weights(parts) == weights(quiet)
+
+
+def test_two_processes_never_train_in_one_directory(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
+    with (
+        files.locked(tmp_path / "run"),
+        pytest.raises(UserError, match="another process is training in"),
+    ):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()  # nothing was put in it
 
 
 def test_a_run_may_be_continued_in_parts(tmp_path: Path, source: Path, quiet: Path):

@@ -54,11 +54,11 @@ STYLE: dict[str, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-_style = partial(matplotlib.style.context, ["default", STYLE])
+figure_style = partial(matplotlib.style.context, ["default", STYLE])
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
-@_style()
+@figure_style()
 def loss_curves(history: Sequence[Row]) -> Figure:
     """Cross-entropy in nats per token over training tokens: training and validation.
 
@@ -80,7 +80,7 @@ def loss_curves(history: Sequence[Row]) -> Figure:
     return figure
 
 
-@_style()
+@figure_style()
 def passes_curve(history: Sequence[Row]) -> Figure:
     """Executed passes per token over training tokens; 1 is a model without latent steps."""
     figure, axes = _axes()
@@ -93,7 +93,7 @@ def passes_curve(history: Sequence[Row]) -> Figure:
     return figure
 
 
-@_style()
+@figure_style()
 def steps_profile(by_steps: Sequence[StepsRow]) -> Figure:
     """Two panels by latent steps: the share of tokens, and their mean final p_target."""
     figure = Figure(figsize=(1.2 * WIDTH, HEIGHT), layout="constrained")
@@ -112,7 +112,7 @@ def steps_profile(by_steps: Sequence[StepsRow]) -> Figure:
     return figure
 
 
-@_style()
+@figure_style()
 def to_svg(figure: Figure) -> str:
     """The figure as an `<svg>` element for an HTML page; equal figures give equal text."""
     buffer = io.StringIO()
@@ -157,7 +157,7 @@ def _axes() -> tuple[Figure, Axes]:
 
 def _draw_curves(axes: Axes, train: Series, validation: Series) -> None:
     last = max((float(tokens[-1]) for tokens, _ in (train, validation) if len(tokens)), default=0)
-    unit, unit_name = _token_unit(last)
+    unit, unit_name = token_unit(last)
     if len(train[0]):
         stride = math.ceil(len(train[0]) / MAX_POINTS)
         tokens, raw = train[0][::stride] / unit, train[1][::stride]
@@ -181,7 +181,8 @@ def _draw_bars(axes: Axes, steps: list[int], values: list[float], label: str, co
     axes.margins(y=0.15)
 
 
-def _token_unit(tokens: float) -> tuple[float, str]:
+def token_unit(tokens: float) -> tuple[float, str]:
+    """The unit in which so many tokens are written, and its name for an axis."""
     for unit, name in ((1e9, " (billions)"), (1e6, " (millions)"), (1e3, " (thousands)")):
         if tokens >= unit:
             return unit, name

@@ -49,11 +49,11 @@ def write_report(path: str | PathLike[str], run: RunReport) -> None:
     """Write the report of `run` to `path`, a self-contained HTML file; same run, same bytes."""
     script = tokenview.js_text() + _template_text("report.js")
     profile = profile_by_steps(run.texts) if run.by_steps is None else run.by_steps
-    html = _template().render(
+    html = page_template("report.html.j2").render(
         run=run,
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        styles=Markup(_template_text("report.css") + tokenview.css_text()),
+        styles=Markup(page_styles() + tokenview.css_text()),
         tiles=headline.headline(run.summary),
         numbers=headline.all_numbers(run.summary),
         controls=headline.all_numbers(run.controls),
@@ -76,7 +76,8 @@ def _training(history: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _template() -> Template:
+def page_template(name: str) -> Template:
+    """A page of `templates/`."""
     environment = Environment(
         loader=PackageLoader("latentcot.analysis"),
         autoescape=True,
@@ -85,7 +86,12 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["json_script"] = tokenview.to_json_script
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
+
+
+def page_styles() -> str:
+    """The styles that all pages share."""
+    return _template_text("report.css")
 
 
 def _template_text(name: str) -> str:

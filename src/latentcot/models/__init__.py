@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from latentcot.models.base import LatentLM, LatentLMOutput
+from latentcot.models.base import Chunk, LatentLM, LatentLMOutput, Thought
 from latentcot.models.config import LatentConfig
 from latentcot.models.registry import METHODS, build_model, method_class, register_method
 
@@ -12,9 +12,11 @@ for _module in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "METHODS",
+    "Chunk",
     "LatentConfig",
     "LatentLM",
     "LatentLMOutput",
+    "Thought",
     "build_model",
     "method_class",
     "register_method",

@@ -33,6 +33,9 @@ from latentcot.models.export import auto_map, write_extras
 from latentcot.models.initialization import scaled_init_
 from latentcot.models.steps import fixed_steps
 
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+"""Backbones that do nothing but embed, run their layers with rotary embeddings, and norm."""
+
 
 @dataclass
 class LatentLMOutput(ModelOutput):
@@ -187,14 +190,15 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         """The given layers of a Llama-like backbone, without the final norm: (N, d) each.
 
         Raises:
-            UserError: a backbone that is not built like Llama.
+            UserError: a backbone whose own forward may do more than run its layers.
         """
         backbone, position_ids = self.backbone, slots.packing.position_ids[None]
-        if not (hasattr(backbone, "layers") and hasattr(backbone, "rotary_emb")):
+        kind = self.config.backbone_config.model_type
+        if kind not in LLAMA_LIKE:
             raise UserError(
                 f"{self.config.model_type.removeprefix('latentcot_')} runs the layers of its "
-                f"backbone one by one, and a {self.config.backbone_config.model_type} is not "
-                "built like Llama: choose a backbone with rotary embeddings"
+                f"backbone one by one, which a {kind} backbone does not allow: choose one of "
+                f"{', '.join(LLAMA_LIKE)}"
             )
         hidden = states[None]
         rotary = backbone.rotary_emb(hidden, position_ids)

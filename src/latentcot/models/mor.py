@@ -139,7 +139,7 @@ class MoRLM(LatentLM):
             update = config.alpha * weight[:, None] * new
             x = x.index_add(0, active, update.to(x.dtype))
             passes[active] = recursion
-            if chunk.output_steps and chunk.targets is not None:
+            if chunk.output_steps and chunk.targets is not None and once is None:
                 z = self.final_norm(x[active])
                 p_target = target_probs(z, self.lm_head.weight, chunk.targets[active])
                 record.add(recursion, own, step_target_probs=p_target)
@@ -160,13 +160,12 @@ class MoRLM(LatentLM):
         shares = self.config.capacities or []
         capacity, before = shares[recursion - 1], shares[max(0, recursion - 2)]
         candidates = chunk.packing.select(active)
-        logits = self.router[recursion - 1](x[active]).squeeze(-1)
-        logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+        logits = self.router_logits(x[active], recursion - 1).squeeze(-1)
         weight = logits.sigmoid()
-        if capacity == before:  # nothing to choose
-            kept = torch.ones_like(active, dtype=torch.bool)
-        elif chunk.keep_rule is not None:
+        if chunk.keep_rule is not None and recursion > 1:
             kept = chunk.keep_rule(weight, candidates.index, recursion - 1)
+        elif capacity == before:  # nothing to choose
+            kept = torch.ones_like(active, dtype=torch.bool)
         elif self.training:
             kept = top_k(logits.detach(), capacity, candidates, chunk.packing.counts)
         else:
@@ -179,9 +178,16 @@ class MoRLM(LatentLM):
         )
         return weight, kept, auxiliary
 
+    def router_logits(self, x: Tensor, number: int) -> Tensor:
+        """Logits of a router in its own precision: bfloat16 would tie the scores of many tokens."""
+        router = self.router[number]
+        with torch.autocast(x.device.type, enabled=False):
+            logits: Tensor = router(x.to(next(router.parameters()).dtype))
+        return logits
+
     def assign(self, x: Tensor, chunk: Chunk) -> _Assignment:
         """Token choice: the depth of each token, and the load balance of each sequence."""
-        probs = self.router[0](x).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)
+        probs = self.router_logits(x, 0).softmax(-1)
         weight, deepest = probs.max(-1)
         depth = chunk.packing.scatter(deepest + 1)
         rule = chunk.keep_rule or GivenPasses(depth)
@@ -216,7 +222,8 @@ def top_k(scores: Tensor, capacity: float, candidates: Packing, num_tokens: Tens
     Args:
         scores: (A,) of the candidates; num_tokens: (B,) tokens of each row, not only candidates.
     """
-    ranks = candidates.pad(scores, fill=-math.inf).argsort(1, descending=True).argsort(1)
+    padded = candidates.pad(scores, fill=-math.inf)
+    ranks = torch.argsort(padded, dim=1, descending=True, stable=True).argsort(1)
     wanted = (capacity * num_tokens.double()).long()
     return candidates.unpad(ranks < wanted[:, None])
 

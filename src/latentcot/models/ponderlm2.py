@@ -26,7 +26,7 @@ class Ponder2Config(LatentConfig):
         thoughts: latent thoughts K of a token.
         min_iterations, max_iterations: Jacobi iterations n of an update are drawn between these.
         eval_iterations: Jacobi iterations of a parallel pass in evaluation; fewer where the
-            thoughts stop changing before. Exact (equal to decoding) from the sequence's length on.
+            thoughts stop changing before. Equal to decoding from thoughts * L on.
     """
 
     model_type = "latentcot_ponderlm2"

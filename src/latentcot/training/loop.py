@@ -66,20 +66,21 @@ def train(recipe: Recipe, run_dir: Path, resume: str = "auto") -> dict[str, Any]
         UserError: anything that the user can mend; checkpoints stay as they are.
         SystemExit: SIGINT or SIGTERM came; a checkpoint was saved.
     """
-    run = Run(recipe, run_dir, resume)
     config = recipe.training
-    with closing(run.metrics), run.progress, stop_signals() as stopped:
-        while not run.is_done():
-            row = run.update()
-            is_last = run.is_done()
-            if row["step"] % config.eval_every == 0 or is_last:
-                run.evaluate()
-            if row["step"] % config.checkpoint_every == 0 or is_last:
-                run.save()
-            if stopped:
-                run.save()
-                raise SystemExit(128 + stopped[0])
-    return files.finish(run_dir, run.model, run.corpus, recipe, run.amp, asdict(run.counters))
+    with files.locked(run_dir):
+        run = Run(recipe, run_dir, resume)
+        with closing(run.metrics), run.progress, stop_signals() as stopped:
+            while not run.is_done():
+                row = run.update()
+                is_last = run.is_done()
+                if row["step"] % config.eval_every == 0 or is_last:
+                    run.evaluate()
+                if row["step"] % config.checkpoint_every == 0 or is_last:
+                    run.save()
+                if stopped:
+                    run.save()
+                    raise SystemExit(128 + stopped[0])
+        return files.finish(run_dir, run.model, run.corpus, recipe, run.amp, asdict(run.counters))
 
 
 class Run:

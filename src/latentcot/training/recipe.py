@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import operator
 import re
 import sys
@@ -105,6 +106,7 @@ class Recipe(Strict):
     name: str
     note: str = ""
     seed: int = 0
+    plugins: list[str] = Field([], description="modules that register methods of your own")
     model: ModelSection
     data: DataConfig = DataConfig()
     training: TrainingConfig
@@ -148,7 +150,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def make_recipe(content: dict[str, Any], origin: str = "recipe") -> Recipe:
-    """A validated recipe from its content. Raises UserError."""
+    """A validated recipe from its content; imports its plugins. Raises UserError."""
+    for plugin in content.get("plugins") or []:
+        load_plugin(str(plugin))
     model = content.get("model")
     if not isinstance(model, dict) or "method" not in model:
         raise UserError(
@@ -158,7 +162,24 @@ def make_recipe(content: dict[str, Any], origin: str = "recipe") -> Recipe:
     try:
         return _recipe_type().model_validate(content)
     except ValidationError as error:
-        raise UserError(f"{origin}: {_sentence(error, _recipe_type())}") from None
+        raise UserError(f"{origin}: {first_problem(error, _recipe_type())}") from None
+
+
+def load_plugin(module: str) -> None:
+    """Import a module, of the working directory or installed, that registers methods.
+
+    Raises:
+        UserError: there is no such module, or it cannot be imported.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a module does when it is imported
+        raise UserError(
+            f"the plugin {module!r} cannot be imported ({type(error).__name__}: {error}): give the "
+            "name of a Python module here or among the installed ones"
+        ) from error
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
@@ -170,11 +191,10 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
     return None
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys of one YAML file, its base not yet read. Raises UserError."""
     if not path.is_file():
         raise UserError(f"no recipe at {path}: give the path of a YAML file, see recipes/")
-    if path.resolve() in seen:
-        raise UserError(f"{path} is its own base: remove the circle of `base:` keys")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -182,6 +202,17 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     content = _parse(text, str(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no keys: a recipe needs model, data and training")
+    return content
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise UserError(f"{path} is its own base: remove the circle of `base:` keys")
+    content = read_yaml(path)
+    if "sweep" in content:
+        raise UserError(
+            f"{path} is a sweep, several recipes in one: give it to `latentcot compare --sweep`"
+        )
     base = content.pop("base", None)
     if base is None:
         return content
@@ -289,8 +320,8 @@ def _recipe_type() -> type[Recipe]:
     return _recipe_type_of(tuple(sorted(METHODS)))
 
 
-def _sentence(error: ValidationError, recipe_type: type[BaseModel]) -> str:
-    """The first problem of a recipe as one sentence."""
+def first_problem(error: ValidationError, recipe_type: type[BaseModel]) -> str:
+    """The first problem of a recipe, or of another file with sections, as one sentence."""
     problem = error.errors()[0]
     keys = [str(part) for part in problem["loc"] if part not in METHODS]
     name = ".".join(keys)

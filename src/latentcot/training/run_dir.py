@@ -6,11 +6,14 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from latentcot.analysis.collect import collect_text
@@ -37,6 +40,10 @@ SUMMARY = "summary.json"
 VERSIONS = "versions.json"
 REPORT = "report.html"
 
+LOCK = ".lock"
+LOCK_SECONDS = 20
+"""A process that was told to stop is given so long to save and leave."""
+
 REPORT_TEXTS = 3
 REPORT_TOKENS = 512
 FREE_TO_CHANGE = ("training.max_steps", "training.checkpoint_every", "training.keep_checkpoints")
@@ -62,17 +69,43 @@ def check_resume(run_dir: Path, recipe: Recipe, resume: str, has_checkpoint: boo
         if any(run_dir.glob("[!.]*")):
             raise UserError(f"{run_dir} is not empty and holds no run: give another --run-dir")
         return
-    there = read_recipe(run_dir)
+    there = make_recipe(read_recipe(run_dir), str(run_dir / RECIPE)).model_dump(mode="json")
     here = recipe.model_dump(mode="json")
     for key in FREE_TO_CHANGE:
         section, name = key.split(".")
-        there.get(section, {}).pop(name, None)
+        there[section].pop(name)
         here[section].pop(name, None)
     if changed := difference(here, there):
         raise UserError(
             f"{run_dir} was started with another recipe: {changed}; give another --run-dir or the "
             "recipe it was started with"
         )
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from training in `run_dir`; leaves no directory that nothing was put in.
+
+    Raises:
+        UserError: another process trains there and goes on doing so, or it cannot be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run_dir / LOCK)
+        lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout:
+        raise UserError(
+            f"another process is training in {run_dir}: wait for it, or give another --run-dir"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot write to {run_dir} ({error}): give another --run-dir") from error
+    try:
+        yield
+    finally:
+        (run_dir / LOCK).unlink(missing_ok=True)  # while it is ours
+        lock.release()
+        if not any(run_dir.iterdir()):
+            run_dir.rmdir()
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any]:
@@ -139,7 +172,6 @@ def finish(
     }
     model.save_pretrained(run_dir / EXPORT, figures=summary)
     corpus.tokenizer.save_pretrained(run_dir / EXPORT)
-    write_text(run_dir / SUMMARY, json.dumps(summary, indent=2))
 
     spread = max(1, test_blocks.num_blocks // REPORT_TEXTS)
     shown = np.arange(spread // 2, test_blocks.num_blocks, spread)[:REPORT_TEXTS]
@@ -161,6 +193,7 @@ def finish(
             by_steps=test.by_steps,
         ),
     )
+    write_text(run_dir / SUMMARY, json.dumps(summary, indent=2))  # last: it says "finished"
     return summary
 
 
