@@ -8,7 +8,6 @@ To add one, register it in `BACKENDS`.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -52,10 +51,13 @@ def eager(
     """Two matmuls and a softmax: the readable form, and the faster one in bf16 on a CPU."""
     num_scores = query.shape[1] * query.shape[2] * key.shape[2]  # of a row
     if query.device.type == "cpu" and len(query) > 1 and len(query) * num_scores > CPU_SCORES:
-        rows = max(1, CPU_SCORES // num_scores)
-        parts = zip(*(x.split(rows) for x in (query, key, value)), strict=True)
-        masks = itertools.repeat(None) if mask is None else mask.split(rows)
-        outs = [eager(*qkv, m, scaling, dropout) for qkv, m in zip(parts, masks, strict=False)]
+        starts = range(0, len(query), max(1, CPU_SCORES // num_scores))
+        parts = [slice(start, start + starts.step) for start in starts]
+        masks = [None if mask is None else mask[part] for part in parts]
+        outs = [
+            eager(query[part], key[part], value[part], own, scaling, dropout)
+            for part, own in zip(parts, masks, strict=True)
+        ]
         return torch.cat(outs)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
