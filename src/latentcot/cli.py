@@ -59,7 +59,7 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="a YAML recipe, see recipes/")],
     overrides: Overrides = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="where the run is kept [default: runs/NAME]")
+        Path | None, typer.Option(help="where the run is kept (default: runs/NAME)")
     ] = None,
     resume: Annotated[Resume, typer.Option(help="go on from the last checkpoint")] = Resume.auto,
     as_json: AsJson = False,
@@ -87,7 +87,7 @@ def compare(
     ] = Match.tokens,
     flops: Annotated[
         str | None,
-        typer.Option(help="FLOPs budgets [default: 1, 2, 4 times the cheapest system's]"),
+        typer.Option(help="FLOPs budgets (default: 1, 2, 4 times the cheapest system's)"),
     ] = None,
     sweep: Annotated[
         Path | None, typer.Option(help="a sweep instead of recipes, see recipes/ablations/")
@@ -96,10 +96,10 @@ def compare(
         Path | None, typer.Option(help="recipe that the sweep varies, instead of its own")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="recipe that differences are taken to [default: adaptive]")
+        str | None, typer.Option(help="recipe that differences are taken to (default: adaptive)")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="runs at a time [default: one a GPU, or one a core]", min=1)
+        int | None, typer.Option(help="runs at a time (default: one a GPU, or one a core)", min=1)
     ] = None,
     out: Annotated[Path, typer.Option(help="where the runs and results are kept")] = Path(
         "runs/compare"

@@ -22,6 +22,7 @@ from latentcot.data import prepare
 from latentcot.errors import UserError
 from latentcot.models import LatentLM
 from latentcot.training import run_dir as files
+from latentcot.training.ledger import trained_token
 from latentcot.training.metrics import read_rows
 from latentcot.training.recipe import Recipe, difference, make_recipe
 from latentcot.training.workers import Task, default_workers, train_all
@@ -186,10 +187,9 @@ def build_on_meta(recipe: Recipe) -> LatentLM:
 
 
 def tokens_cost(recipe: Recipe) -> float:
-    """Exact training FLOPs of a recipe's token budget if every token executes all its passes."""
-    model, length = build_on_meta(recipe), recipe.training.block_length
-    passes = torch.full((1, length), model.config.num_passes, device="cpu")
-    return model.count_flops(passes).training / length * (recipe.training.budget_tokens or 0)
+    """Exact training FLOPs of a recipe's token budget (for `adaptive`, if nothing is pruned)."""
+    token = trained_token(build_on_meta(recipe), recipe.training.block_length)
+    return token["exact"] * (recipe.training.budget_tokens or 0)
 
 
 def compare(

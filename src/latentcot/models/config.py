@@ -122,6 +122,16 @@ class LatentConfig(PretrainedConfig):
         return 1
 
     @property
+    def training_passes(self) -> list[float]:
+        """Mean passes of a trained token, in each of the equally likely kinds of update."""
+        return [float(self.num_passes)]
+
+    @property
+    def decoding_passes(self) -> int | None:
+        """Passes of a decoded token where decoding differs from a parallel pass, else None."""
+        return None
+
+    @property
     def vocab_size(self) -> int:
         return int(self.backbone_config.vocab_size)
 

@@ -81,6 +81,12 @@ class MoRConfig(LatentConfig):
         return len(self.capacities or [])
 
     @property
+    def training_passes(self) -> list[float]:
+        if self.routing == "token":
+            return [(self.num_passes + 1) / 2]  # an even load
+        return [float(sum(self.capacities or []))]
+
+    @property
     def prunes(self) -> bool:
         return self.num_passes > 1
 

@@ -51,7 +51,20 @@ class Ponder2Config(LatentConfig):
 
     @property
     def num_passes(self) -> int:
-        return 1 + (max(self.max_iterations, self.eval_iterations) + 1) * (self.thoughts + 1)
+        return self.parallel_passes(max(self.max_iterations, self.eval_iterations))
+
+    def parallel_passes(self, iterations: int) -> int:
+        """Passes of a token: over the tokens, `iterations` over all slots, and the final one."""
+        return 1 + (iterations + 1) * (self.thoughts + 1)
+
+    @property
+    def training_passes(self) -> list[float]:
+        drawn = range(self.min_iterations, self.max_iterations + 1)
+        return [float(self.parallel_passes(iterations)) for iterations in drawn]
+
+    @property
+    def decoding_passes(self) -> int:
+        return self.thoughts + 1
 
 
 @final

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from latentcot.errors import UserError
 from latentcot.models import LatentConfig, LatentLM, build_model
-from latentcot.models.mor import MoRConfig
-from latentcot.models.ponderlm2 import Ponder2Config
 from latentcot.training.recipe import Recipe
 
 PAPER_LENGTH = 2048
@@ -72,29 +70,19 @@ def training_passes(config: LatentConfig, passes: float | None = None) -> list[f
     """Mean passes of a trained token, in each of the equally likely kinds of update.
 
     Args:
-        passes: the mean of a method that prunes. None: all passes for `adaptive`; for `mor` the
-            sum of the capacities, or an even load (token choice).
+        passes: the mean of a method that prunes. None: what its configuration says, which is all
+            passes for `adaptive`.
 
     Raises:
         UserError: passes that the method cannot execute.
     """
-    match config:
-        case Ponder2Config():
-            iterations = range(config.min_iterations, config.max_iterations + 1)
-            nominal = [1.0 + (n + 1) * (config.thoughts + 1) for n in iterations]
-        case MoRConfig(routing="expert"):
-            nominal = [float(sum(config.capacities or []))]
-        case MoRConfig():
-            nominal = [(config.num_passes + 1) / 2]
-        case _:
-            nominal = [float(config.num_passes)]
     if passes is None:
-        return nominal
+        return config.training_passes
     method = config.model_type.removeprefix("latentcot_")
     if not config.prunes:
         raise UserError(
             f"passes is {passes:g}, but a token of this {method} model always executes "
-            f"{fmean(nominal):g}: leave it out"
+            f"{fmean(config.training_passes):g}: leave it out"
         )
     if not 1 <= passes <= config.num_passes:
         raise UserError(
@@ -152,7 +140,7 @@ def recipe_costs(recipe: Recipe, passes: float | None = None) -> dict[str, Any]:
     with torch.device("meta"):
         model = recipe.build_model()
     length, mean = recipe.training.block_length, fmean(training_passes(model.config, passes))
-    decoding = model.config.thoughts + 1 if isinstance(model.config, Ponder2Config) else mean
+    decoding = model.config.decoding_passes or mean
     trained = trained_token(model, length, passes)
     tokens = recipe.training.budget_tokens or (recipe.training.budget_flops or 0) / trained["exact"]
     return {
