@@ -89,6 +89,9 @@ def compare(
         str | None,
         typer.Option(help="FLOPs budgets (default: 1, 2, 4 times the cheapest system's)"),
     ] = None,
+    flops_seeds: Annotated[
+        str | None, typer.Option(help="seeds of runs matched by FLOPs (default: --seeds)")
+    ] = None,
     sweep: Annotated[
         Path | None, typer.Option(help="a sweep instead of recipes, see recipes/ablations/")
     ] = None,
@@ -111,7 +114,7 @@ def compare(
 
     from latentcot.analysis.comparison import table
     from latentcot.compare import compare as run_comparison
-    from latentcot.compare import plan
+    from latentcot.compare import plan, without_nan
     from latentcot.training.recipe import load_recipe
     from latentcot.training.sweep import load_sweep
 
@@ -119,10 +122,15 @@ def compare(
     overrides = [word for word in recipes or [] if word not in paths]
     if (sweep is None) == (not paths):
         raise UserError("give recipes or --sweep FILE, one of them")
+    if taken := [word for word in overrides if word.startswith("seed=")]:
+        raise UserError(f"{taken[0]} would be overruled: give --seeds")
+    if match is Match.tokens and (flops or flops_seeds):
+        raise UserError("--flops and --flops-seeds are for runs matched by FLOPs: add --match both")
     values: list[Any] = []
+    swept_key = None
     if sweep is not None:
         swept = load_sweep(sweep, base, overrides)
-        resolved, values = swept.recipes, swept.values
+        resolved, values, swept_key = swept.recipes, swept.values, swept.key
     elif base is not None:
         raise UserError("--base is for --sweep: give the recipes as they are, or a sweep")
     else:
@@ -133,18 +141,20 @@ def compare(
         out,
         match.value,
         numbers(flops, "--flops", float) if flops else (),
+        numbers(flops_seeds, "--flops-seeds", int) if flops_seeds else None,
         values,
+        swept_key,
     )
     lines = run_comparison(
         jobs,
         out,
         workers=workers,
         reference=reference,
-        swept=swept.key if sweep is not None else None,
+        swept=swept_key,
         command=shlex.join(["latentcot", *sys.argv[1:]]),
     )
     if as_json:
-        print(json.dumps([asdict(line) for line in lines]))
+        print(json.dumps(without_nan([asdict(line) for line in lines])))
         return
     titles, *rows = table(lines)
     shown = Table(*titles, title=str(out), title_justify="left")

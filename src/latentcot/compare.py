@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from latentcot.analysis.comparison import Line, Match, RunRecord, compare_lines
+from latentcot.analysis.comparison import AVERAGED, Line, Match, RunRecord, compare_lines
 from latentcot.analysis.comparison_page import ComparisonPage, write_comparison
 from latentcot.data import prepare
 from latentcot.errors import UserError
@@ -32,6 +32,10 @@ FLOPS_FACTORS = (1, 2, 4)
 """Default FLOPs budgets, as multiples of what the cheapest recipe spends on its tokens."""
 OWN_TO_A_RECIPE = {"training.learning_rate", "training.micro_batch_size"}
 """Keys of data and training in which compared recipes may differ."""
+
+
+SUMMARY_KEYS = {"step", "test_loss", *AVERAGED, "parameters", "peak_bytes"}
+"""What a comparison reads of a summary."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,39 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        return (self.directory / files.SUMMARY).is_file()
+        """Whether the run has ended as its recipe says: a shorter one of before does not count."""
+        training = self.recipe.training
+        if not (self.directory / files.SUMMARY).is_file():
+            return False
+        summary = self._summary()
+        spent: float = summary["tokens" if training.budget_tokens else "exact_flops"]
+        return spent >= self.budget or summary["step"] >= (training.max_steps or math.inf)
+
+    def _summary(self) -> dict[str, Any]:
+        """The content of summary.json. Raises UserError where it is damaged."""
+        try:
+            text = (self.directory / files.SUMMARY).read_text(encoding="utf-8")
+            summary: dict[str, Any] = json.loads(text)
+            missing = SUMMARY_KEYS - summary.keys()
+        except (OSError, ValueError, AttributeError) as error:
+            raise self._damaged(repr(error)) from error
+        if missing:
+            raise self._damaged(f"its summary has no {min(missing)}")
+        return summary
+
+    def _damaged(self, reason: str) -> UserError:
+        return UserError(
+            f"the run {self.directory} is damaged ({reason}): delete it and give the same command "
+            "again"
+        )
 
     def record(self) -> RunRecord:
         """What a finished run left. Raises UserError where that is damaged."""
         rows = read_rows(self.directory / "metrics.jsonl")
         keys = ("tokens", "loss", "passes_per_token", "exact_flops", "kaplan_flops")
+        summary = self._summary()
         try:
-            summary = json.loads((self.directory / files.SUMMARY).read_text(encoding="utf-8"))
+            versions = (self.directory / files.VERSIONS).read_text(encoding="utf-8")
             return RunRecord(
                 name=self.recipe.name,
                 method=self.recipe.model.method,
@@ -75,16 +104,14 @@ class Job:
                 tokens_per_s=statistics.median(
                     row["tokens_per_s"] for row in rows if row["kind"] == "train"
                 ),
+                versions=json.loads(versions),
             )
         except (OSError, ValueError, KeyError, statistics.StatisticsError) as error:
-            raise UserError(
-                f"the run {self.directory} is damaged ({error!r}): delete it and give the same "
-                "command again"
-            ) from error
+            raise self._damaged(repr(error)) from error
 
 
-def check_protocol(recipes: Sequence[Recipe]) -> None:
-    """Whether these recipes can be compared.
+def check_protocol(recipes: Sequence[Recipe], swept: str | None = None) -> None:
+    """Whether these recipes can be compared; they may differ in the swept key.
 
     Raises:
         UserError: none, two of one name, or different data or training, with the difference.
@@ -96,25 +123,20 @@ def check_protocol(recipes: Sequence[Recipe]) -> None:
         raise UserError(f"two recipes are called {doubled!r}: give each a name of its own")
     first = recipes[0]
     for other in recipes[1:]:
-        if changed := difference(_protocol(first), _protocol(other)):
+        if changed := difference(_protocol(first, swept), _protocol(other, swept)):
             raise UserError(
                 f"{first.name} and {other.name} cannot be compared: {changed}; give all recipes "
-                f"the same data and budget, for example by an override ({_example(changed)})"
+                "the same data and budget, by an override (key.sub=value) if need be"
             )
 
 
-def _protocol(recipe: Recipe) -> dict[str, Any]:
+def _protocol(recipe: Recipe, swept: str | None) -> dict[str, Any]:
     """The sections that must be the same, without the keys that may differ."""
     content = recipe.model_dump(mode="json", include={"data", "training"})
-    for path in OWN_TO_A_RECIPE:
-        section, key = path.split(".")
-        del content[section][key]
+    for path in OWN_TO_A_RECIPE | {swept or ""}:
+        section, _, key = path.partition(".")
+        content.get(section, {}).pop(key, None)
     return content
-
-
-def _example(changed: str) -> str:
-    key, _, rest = changed.partition(" is ")
-    return f"{key}={rest.partition(' here')[0]}"
 
 
 def plan(
@@ -123,23 +145,32 @@ def plan(
     out: Path,
     match: MatchChoice = "tokens",
     budgets: Sequence[float] = (),
+    flops_seeds: Sequence[int] | None = None,
     values: Sequence[Any] = (),
+    swept: str | None = None,
 ) -> list[Job]:
-    """The runs of a comparison, seed by seed, so that an early look has all recipes.
+    """The runs of a comparison, seed by seed, so that one that is stopped early has all recipes.
 
     Args:
         budgets: exact training FLOPs of the FLOPs-matched runs; default `FLOPS_FACTORS` times what
             the cheapest recipe needs for its tokens.
-        values: of the swept key, one for each recipe.
+        flops_seeds: seeds of the FLOPs-matched runs; default `seeds`.
+        values: of the key `swept`, one for each recipe.
 
     Raises:
-        UserError: see `check_protocol`; equal seeds; recipes without a token budget.
+        UserError: see `check_protocol`; equal seeds or budgets; recipes without a token budget.
     """
-    check_protocol(recipes)
+    if swept == "seed":
+        raise UserError("seed cannot be swept: give --seeds")
+    check_protocol(recipes, swept)
     for recipe in recipes:
         build_on_meta(recipe)  # values that the model refuses: now, not when its turn comes
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(f"seeds are {list(seeds)}: give one or more different numbers")
+    flops_seeds = seeds if flops_seeds is None else flops_seeds
+    for given in (seeds, flops_seeds):
+        if not given or len(set(given)) != len(given):
+            raise UserError(f"seeds are {list(given)}: give one or more different numbers")
+    if not all(math.isfinite(budget) for budget in budgets) or len(set(budgets)) != len(budgets):
+        raise UserError(f"FLOPs budgets are {list(budgets)}: give different finite numbers")
     if match != "flops" or not budgets:
         for recipe in recipes:
             if recipe.training.budget_tokens is None:
@@ -153,21 +184,21 @@ def plan(
     if match != "tokens":
         if not budgets:
             cheapest = min(tokens_cost(recipe) for recipe in recipes)
-            budgets = [factor * cheapest for factor in FLOPS_FACTORS]
-        groups += [("flops", float(f"{budget:.3g}")) for budget in budgets]
+            budgets = [float(f"{factor * cheapest:.3g}") for factor in FLOPS_FACTORS]
+        groups += [("flops", budget) for budget in budgets]
     values = values or [None] * len(recipes)
     return [
         Job(
             _at(recipe, kind, budget, seed),
             out
-            / (kind if kind == "tokens" else f"flops-{budget:g}")
+            / (kind if kind == "tokens" else f"flops-{budget!r}")
             / recipe.name
             / f"seed-{seed}",
             kind,
             value,
         )
         for kind, budget in groups
-        for seed in seeds
+        for seed in (seeds if kind == "tokens" else flops_seeds)
         for recipe, value in zip(recipes, values, strict=True)
     ]
 
@@ -213,7 +244,9 @@ def compare(
         UserError: no such reference; a directory that holds another recipe's run; runs that
             failed (the others are finished first, and the table is written without them).
     """
-    recipes = {job.recipe.name: job.recipe for job in jobs}
+    recipes: dict[str, Recipe] = {}
+    for job in jobs:
+        recipes.setdefault(job.recipe.name, job.recipe)
     reference = choose_reference(recipes.values(), reference)
     for job in jobs:
         files.check_resume(job.directory, job.recipe, "auto", has_checkpoint=True)
@@ -222,30 +255,12 @@ def compare(
     if missing:
         prepare(missing[0].recipe.data)  # once, before several workers ask for it
         tasks = [Task(job.recipe, job.directory, job.label) for job in missing]
-        failures = train_all(tasks, workers or default_workers(missing[0].recipe))
-    records = [job.record() for job in jobs if job.is_finished]
-    lines = compare_lines(records, reference)
-    if lines:
-        out.mkdir(parents=True, exist_ok=True)
-        page = ComparisonPage(
-            title=f"{swept} swept" if swept else f"{len(recipes)} systems, one protocol",
-            protocol=describe(jobs),
-            reference=reference,
-            command=command,
-            versions=json.dumps(files.versions(), indent=2),
-            recipes={name: recipe.to_yaml() for name, recipe in recipes.items()},
-            missing=sorted(failures),
-            swept=swept,
-        )
-        results = {
-            "command": command,
-            "versions": files.versions(),
-            "reference": reference,
-            "lines": [asdict(line) for line in lines],
-            "runs": [asdict(record) for record in records],
-        }
-        files.write_text(out / "results.json", json.dumps(_without_nan(results), indent=1))
-        write_comparison(out, page, lines, records)
+        try:
+            failures = train_all(tasks, workers or default_workers(missing[0].recipe))
+        except (KeyboardInterrupt, SystemExit):
+            write_results(jobs, recipes, out, reference, swept, command)
+            raise
+    lines = write_results(jobs, recipes, out, reference, swept, command)
     if failures:
         label, message = next(iter(failures.items()))
         raise UserError(
@@ -254,9 +269,70 @@ def compare(
     return lines
 
 
+def write_results(
+    jobs: Sequence[Job],
+    recipes: dict[str, Recipe],
+    out: Path,
+    reference: str,
+    swept: str | None,
+    command: str,
+) -> list[Line]:
+    """Write what the finished runs say; nothing if there is none. Returns the lines."""
+    finished = [job for job in jobs if job.is_finished]
+    records = [job.record() for job in finished]
+    check_alike(records)
+    lines = compare_lines(records, reference)
+    if not lines:
+        return lines
+    out.mkdir(parents=True, exist_ok=True)
+    page = ComparisonPage(
+        title=f"{swept} swept" if swept else f"{len(recipes)} systems, one protocol",
+        protocol=describe(list(recipes.values())),
+        reference=reference,
+        command=command,
+        versions=json.dumps(shared_versions(records), indent=2),
+        recipes={name: recipe.to_yaml() for name, recipe in recipes.items()},
+        missing=[job.label for job in jobs if job not in finished],
+        swept=swept,
+    )
+    results = {
+        "command": command,
+        "reference": reference,
+        "lines": [asdict(line) for line in lines],
+        "runs": [asdict(record) for record in records],
+    }
+    files.write_text(out / "results.json", json.dumps(without_nan(results), indent=1))
+    write_comparison(out, page, lines, records)
+    return lines
+
+
+def check_alike(records: Sequence[RunRecord]) -> None:
+    """Raise a UserError if runs were made on different text or in different precision."""
+    for key in ("corpus", "precision"):
+        by_value: dict[Any, RunRecord] = {}
+        for record in records:
+            if key in record.versions:
+                by_value.setdefault(record.versions[key], record)
+        if len(by_value) > 1:
+            (ours, a), (theirs, b), *_ = by_value.items()
+            raise UserError(
+                f"{a.name}, seed {a.seed} and {b.name}, seed {b.seed} cannot be compared: {key} is "
+                f"{ours!r} here and {theirs!r} there; delete the older run, or give another --out"
+            )
+
+
+def shared_versions(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """versions.json of the runs: one value where they agree, all where they do not."""
+    keys = sorted({key for record in records for key in record.versions})
+    found = {key: sorted({str(r.versions.get(key)) for r in records}) for key in keys}
+    return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+
+
 def choose_reference(recipes: Iterable[Recipe], name: str | None = None) -> str:
-    """The recipe that differences are taken to: `name`, else the first `adaptive` one, else the
-    first. Raises UserError where `name` is none of them.
+    """The recipe that differences are taken to.
+
+    `name`, else the first `adaptive` one, with a router if there is such, else the first. Raises
+    UserError where `name` is none of them.
     """
     recipes = list(recipes)
     names = [recipe.name for recipe in recipes]
@@ -264,28 +340,30 @@ def choose_reference(recipes: Iterable[Recipe], name: str | None = None) -> str:
         if name not in names:
             raise UserError(f"no recipe {name!r} to refer to: choose one of {', '.join(names)}")
         return name
-    adaptive = [recipe.name for recipe in recipes if recipe.model.method == "adaptive"]
-    return (adaptive or names)[0]
+    adaptive = [recipe for recipe in recipes if recipe.model.method == "adaptive"]
+    adaptive.sort(key=lambda recipe: getattr(recipe.model, "router", None) == "none")
+    return adaptive[0].name if adaptive else names[0]
 
 
-def describe(jobs: Sequence[Job]) -> str:
-    """Data, seeds and schedule of a comparison in a sentence or two."""
-    recipe = jobs[0].recipe
-    training = recipe.training
-    seeds = sorted({job.recipe.seed for job in jobs})
+def describe(recipes: Sequence[Recipe]) -> str:
+    """Data and schedule of a comparison in some sentences."""
+    recipe, training = recipes[0], recipes[0].training
+    rates = sorted({one.training.learning_rate for one in recipes})
+    same = "the same order of data"
+    if all(one.model.backbone == recipe.model.backbone for one in recipes):
+        same += " and the same initial backbone"
     return (
         f"Text: {recipe.data.source}. Sequences of {training.block_length} tokens, "
-        f"{training.batch_size} an update; learning rate {training.learning_rate:g}, "
-        f"weight decay {training.weight_decay:g}, the same order of data and the same initial "
-        f"backbone for every system of a seed. Seeds: {', '.join(map(str, seeds))}. "
-        "Loss in nats per token."
+        f"{training.batch_size} an update; learning rate {', '.join(f'{r:g}' for r in rates)}"
+        f"{' (as the recipes say)' if len(rates) > 1 else ''}, weight decay "
+        f"{training.weight_decay:g}, {same} for every system of a seed. Loss in nats per token."
     )
 
 
-def _without_nan(content: Any) -> Any:
+def without_nan(content: Any) -> Any:
     """JSON knows no NaN: None in its place."""
     if isinstance(content, dict):
-        return {key: _without_nan(value) for key, value in content.items()}
+        return {key: without_nan(value) for key, value in content.items()}
     if isinstance(content, list):
-        return [_without_nan(value) for value in content]
+        return [without_nan(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content

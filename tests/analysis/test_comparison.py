@@ -40,7 +40,8 @@ def record(name: str, seed: int, loss: float, match: str = "tokens", budget: flo
         "exact_flops": 2e12,
         "peak_bytes": 5e8 + seed,
     }
-    return RunRecord(name, "adaptive", seed, match, budget, None, summary, curve, 1000.0 + seed)
+    speed = 1000.0 + seed
+    return RunRecord(name, "adaptive", seed, match, budget, None, summary, curve, speed, {})
 
 
 @pytest.fixture
@@ -127,6 +128,17 @@ def test_curves_show_the_numbers(records):
     # Where a schedule ended: once for equal tokens (three seeds), once for equal FLOPs.
     ends = sorted([(4e12, np.mean(LOSSES["ours"]) + 1), (4e12, 3.45 + 1)])
     np.testing.assert_allclose(points, ends)
+
+
+def test_every_line_looks_different_and_every_end_is_in_the_frame():
+    records = [record(f"system {n}", 0, 3 + 0.3 * n) for n in range(9)]
+    records += [record("system 8", 0, 9.0, "flops", 1e10)]
+    page = ComparisonPage("t", "p", "system 0", "c", "v", {}, [])
+    drawn = {one.name: one.figure for one in draw(page, [], records)}
+    (axes,) = drawn["iso_exact_flops"].axes
+    lines = [line for line in axes.lines if line.get_label().startswith("system")]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 9
+    assert max(line.get_ydata().max() for line in lines) < axes.get_ylim()[1]
 
 
 def test_ablation_has_two_axes(records):

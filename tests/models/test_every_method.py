@@ -1,4 +1,4 @@
-"""What holds for every method: picked up from METHODS, no method is named here."""
+"""What holds for every method: picked up from METHODS; VARIANTS adds options of some."""
 
 import pytest
 import torch

@@ -58,6 +58,13 @@ def test_trains_what_is_missing_and_shows_it(latentcot, paths, tmp_path):
     ours = json.loads((alone / "summary.json").read_text())
     theirs = json.loads((out / "tokens/vanilla/seed-0/summary.json").read_text())
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
+    # A short run in the same place does not count as finished, nor does one on another text.
+    short = latentcot(*command, "--seeds", "1", "training.max_steps=2", "--workers", 2)
+    assert short.code == 0, short.err
+    assert latentcot(*command, "--seeds", "0,1", "--workers", 2).code == 0
+    longer = json.loads((out / "results.json").read_text())["runs"]
+    assert {run["summary"]["tokens"] >= 768 for run in longer if run["match"] == "tokens"} == {True}
+    runs = summaries(out)
     # Again: nothing is trained, the same table comes out.
     again = latentcot(*command, "--json")
     assert summaries(out) == runs
@@ -93,15 +100,16 @@ def test_killed_at_any_moment_it_loses_no_run_and_repeats_none(source, tmp_path)
     finished: dict[Path, int] = {}
     for moment in moments:
         process = start()
-        while not moment():
+        end = time.monotonic() + 120
+        while not moment() and time.monotonic() < end:
             assert process.poll() is None, log.read_text()
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(60)
         now = summaries(out)
         assert finished.items() <= now.items()
         finished = now
-    assert start().wait() == 0, log.read_text()
+    assert start().wait(120) == 0, log.read_text()
     assert finished.items() <= summaries(out).items()
     for line in json.loads((out / "results.json").read_text())["lines"]:
         # Another number of threads adds up in another order.
@@ -129,11 +137,16 @@ def test_runs_are_planned_seed_by_seed(source, tmp_path):
     assert len({job.directory for job in jobs}) == len(jobs)
     assert jobs[-1].recipe.training.budget_flops == 1e8
     assert jobs[-1].recipe.training.budget_tokens is None
+    fewer = plan(recipes, [0, 1], tmp_path, "both", [1e8], flops_seeds=[1])
+    assert [job.recipe.seed for job in fewer if job.match == "flops"] == [1, 1]
     cheapest = tokens_cost(recipes[1])
     budgets = {job.budget for job in plan(recipes, [0], tmp_path, "flops")}
     assert budgets == {float(f"{factor * cheapest:.3g}") for factor in (1, 2, 4)}
     assert choose_reference(recipes[::-1]) == "adaptive"
     assert choose_reference(recipes[1:]) == "vanilla"
+    fixed = tiny(source) | {"name": "fixed"}
+    fixed["model"]["router"] = "none"
+    assert choose_reference([make_recipe(fixed), *recipes]) == "adaptive"
 
 
 def test_recipes_that_differ_are_refused_with_the_difference(source, tmp_path):
@@ -168,6 +181,10 @@ def test_recipes_that_differ_are_refused_with_the_difference(source, tmp_path):
         (["{0}", "--match", "flops", "--flops", "many"], "--flops is 'many'"),
         (["{0}", "--reference", "nobody"], "no recipe 'nobody'"),
         (["{0}", "--base", "{1}"], "--base is for --sweep"),
+        (["{0}", "seed=3"], "seed=3 would be overruled"),
+        (["{0}", "--flops", "1e9"], "add --match both"),
+        (["{0}", "--match", "flops", "--flops", "1e9,1e9"], "FLOPs budgets are"),
+        (["{0}", "--match", "flops", "--flops", "inf"], "FLOPs budgets are"),
         (["{0}", "nowhere.yaml"], "no recipe at nowhere.yaml"),
         (["{0}", "model.method=adaptve"], "unknown method 'adaptve': choose one of adaptive, loo"),
         (["{1}", "model.l_max=3"], "unknown key 'model.l_max'"),

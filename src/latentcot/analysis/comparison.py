@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from scipy.stats import t as student
 
 Match = Literal["tokens", "flops"]
+
+
+AVERAGED = (
+    "tokens",
+    "passes_per_token",
+    "train_passes_per_token",
+    "prune_ratio",
+    "kaplan_flops",
+    "exact_flops",
+)
+"""Figures of summary.json of which a line shows the mean over seeds."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,7 @@ class RunRecord:
         summary: the content of summary.json.
         curve: validation rows: tokens, loss, passes_per_token, exact_flops, kaplan_flops.
         tokens_per_s: median over its updates.
+        versions: the content of versions.json: packages, commit, precision, corpus.
     """
 
     name: str
@@ -38,9 +50,7 @@ class RunRecord:
     summary: dict[str, Any]
     curve: list[dict[str, float]]
     tokens_per_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    versions: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,9 +125,7 @@ def _line(runs: list[RunRecord], references: list[RunRecord]) -> Line:
     runs = sorted(runs, key=lambda run: run.seed)
     first = runs[0]
 
-    def mean(key: str) -> float:
-        return float(np.mean([run.summary[key] for run in runs]))
-
+    means = {key: float(np.mean([run.summary[key] for run in runs])) for key in AVERAGED}
     losses = np.array([run.summary["test_loss"] for run in runs])
     theirs = {run.seed: run.summary["test_loss"] for run in references}
     differences = [
@@ -134,12 +142,12 @@ def _line(runs: list[RunRecord], references: list[RunRecord]) -> Line:
         value=first.value,
         seeds=[run.seed for run in runs],
         parameters=first.summary["parameters"],
-        tokens=mean("tokens"),
-        passes=mean("passes_per_token"),
-        train_passes=mean("train_passes_per_token"),
-        prune_ratio=mean("prune_ratio"),
-        kaplan_flops=mean("kaplan_flops"),
-        exact_flops=mean("exact_flops"),
+        tokens=means["tokens"],
+        passes=means["passes_per_token"],
+        train_passes=means["train_passes_per_token"],
+        prune_ratio=means["prune_ratio"],
+        kaplan_flops=means["kaplan_flops"],
+        exact_flops=means["exact_flops"],
         tokens_per_s=float(np.median([run.tokens_per_s for run in runs])),
         peak_bytes=max(run.summary["peak_bytes"] for run in runs),
         test_loss=float(losses.mean()),
@@ -175,10 +183,11 @@ COLUMNS = (
     Column("tokens (M)", lambda line: f"{line.tokens / 1e6:.3g}"),
     Column("passes, training", lambda line: f"{line.train_passes:.2f}"),
     Column("passes, test", lambda line: f"{line.passes:.2f}"),
+    Column("prune ratio (%)", lambda line: f"{100 * line.prune_ratio:.1f}"),
     Column("Kaplan FLOPs", lambda line: f"{line.kaplan_flops:.2e}"),
     Column("exact FLOPs", lambda line: f"{line.exact_flops:.2e}"),
     Column("tokens/s", lambda line: f"{line.tokens_per_s:,.0f}"),
-    Column("peak memory (MB)", lambda line: f"{line.peak_bytes / 1e6:,.0f}"),
+    Column("process memory (MB)", lambda line: f"{line.peak_bytes / 1e6:,.0f}"),
     Column("seeds", lambda line: str(len(line.seeds))),
     Column("test loss", lambda line: f"{line.test_loss:.4f}"),
     Column("std", lambda line: _number(line.loss_std, 4)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,8 +25,9 @@ from latentcot.analysis.figures import (
 Ledger = Literal["exact_flops", "kaplan_flops"]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#882255", "#999933")
-MARKERS = "osD^vPX*"
-"""Okabe and Ito's colour-blind-safe palette and two of Tol's; every line has its own marker too."""
+MARKERS = "osD^vPX"
+"""Okabe and Ito's colour-blind-safe palette and two of Tol's. The numbers of colours and markers
+share no divisor: no two of 56 lines look alike."""
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
@@ -58,6 +60,7 @@ def iso_flops(records: Sequence[RunRecord], ledger: Ledger = "exact_flops") -> F
     paper's way): their learning rate had not come down yet.
     """
     figure, axes = _axes(len(names_of(records)) + 2)
+    ends_of_all: list[float] = []
     for name, style in _styles(records).items():
         own = [record for record in records if record.name == name]
         x, y = _mean_curve([run for run in own if run.match == "tokens"], ledger)
@@ -72,12 +75,13 @@ def iso_flops(records: Sequence[RunRecord], ledger: Ledger = "exact_flops") -> F
             )
             for runs in ends.values()
         )
+        ends_of_all += [loss for _, loss in points]
         axes.plot(*zip(*points, strict=True), label=name, **style)
     kind = "exact" if ledger == "exact_flops" else "Kaplan's 6 N for each pass"
     axes.set_xscale("log")
     axes.set_xlabel(f"training FLOPs ({kind})")
     axes.set_ylabel("validation loss (nats per token)")
-    _frame(axes)
+    _frame(axes, at_least=max(ends_of_all))
     _legend(
         axes,
         Line2D([], [], color=INK, marker="o", linestyle="-", label="schedule ended here"),
@@ -136,10 +140,14 @@ def _axes(num_labels: int) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _frame(axes: Axes) -> None:
-    """The first evaluations fall from log(vocabulary); they would flatten all that follows."""
+def _frame(axes: Axes, at_least: float = -math.inf) -> None:
+    """The first evaluations fall from log(vocabulary); they would flatten all that follows.
+
+    Args:
+        at_least: a loss that stays in the frame.
+    """
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
-    top, bottom = float(np.percentile(values, 85)), float(values.min())
+    top, bottom = max(at_least, float(np.percentile(values, 85))), float(values.min())
     if top > bottom:
         margin = 0.05 * (top - bottom)
         axes.set_ylim(bottom - margin, top + margin)

@@ -112,8 +112,9 @@ def draw(page: ComparisonPage, lines: Sequence[Line], records: Sequence[RunRecor
                 f"iso_{ledger}",
                 f"Validation loss over training FLOPs ({words})",
                 f"Equal compute ({words}). Markers joined by lines: runs whose learning-rate "
-                "schedule ended at these FLOPs, the fair way. Dotted: checkpoints of the runs with "
-                "equal tokens, matched afterwards, the paper's way.",
+                "schedule ended at these FLOPs, the fair way, mean over the seeds that each has. "
+                "Dotted: checkpoints of the runs with equal tokens, matched afterwards, the "
+                "paper's way; the frame cuts off their first ones.",
                 figures.iso_flops(records, ledger),  # type: ignore[arg-type]
             )
         )

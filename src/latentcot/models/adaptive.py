@@ -67,6 +67,10 @@ class AdaptiveConfig(LatentConfig):
     def prunes(self) -> bool:
         return self.router != "none" and self.tau > 0 and self.l_max > 0
 
+    @property
+    def is_watched(self) -> bool:
+        return self.prunes
+
 
 @final
 @register_method("adaptive")

@@ -117,6 +117,11 @@ class LatentConfig(PretrainedConfig):
         return False
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the loop watches for a router that dies or sleeps."""
+        return False
+
+    @property
     def num_passes(self) -> int:
         """K, the passes of the backbone that a token executes at most."""
         return 1

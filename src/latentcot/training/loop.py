@@ -112,7 +112,7 @@ class Run:
         Blocks(self.corpus.stream("test"), config.block_length)  # too short a split: fail now
 
         self.counters = Counters()
-        self.watch = RouterWatch(model.config.num_passes - 1 if model.config.prunes else 0)
+        self.watch = RouterWatch(model.config.num_passes - 1 if model.config.is_watched else 0)
         if saved_steps:
             self._load(saved_steps[-1])
         files.begin(run_dir, recipe, self.corpus, precision)
@@ -226,13 +226,13 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "counters": asdict(self.counters),
                 "watch": asdict(self.watch),
-                "corpus": checksums(self.corpus),
+                "corpus": files.checksums(self.corpus),
             },
         )
 
     def _load(self, step: int) -> None:
         state = self.checkpoints.load(step)
-        if state["corpus"] != checksums(self.corpus):
+        if state["corpus"] != files.checksums(self.corpus):
             raise UserError(
                 f"the corpus {self.recipe.data.source} is not what this run was started on: "
                 "give another --run-dir, or the text and tokenizer as they were"
@@ -262,11 +262,6 @@ def seed_everything(seed: int, purpose: str) -> None:
     """Seed torch with a hash of `seed` and `purpose`."""
     digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(digest, "big"))
-
-
-def checksums(corpus: Corpus) -> list[str]:
-    """Checksums of all tokens of a corpus."""
-    return [shard.sha256 for split in corpus.manifest.splits.values() for shard in split.shards]
 
 
 def set_special_tokens(model: LatentLM, corpus: Corpus) -> None:

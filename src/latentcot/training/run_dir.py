@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -41,7 +42,7 @@ VERSIONS = "versions.json"
 REPORT = "report.html"
 
 LOCK = ".lock"
-LOCK_SECONDS = 20
+LOCK_SECONDS = 60
 """A process that was told to stop is given so long to save and leave."""
 
 REPORT_TEXTS = 3
@@ -102,9 +103,9 @@ def locked(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (run_dir / LOCK).unlink(missing_ok=True)  # while it is ours
         lock.release()
-        if not any(run_dir.iterdir()):
+        if {path.name for path in run_dir.iterdir()} <= {LOCK}:
+            (run_dir / LOCK).unlink(missing_ok=True)
             run_dir.rmdir()
 
 
@@ -123,8 +124,10 @@ def begin(run_dir: Path, recipe: Recipe, corpus: Corpus, precision: str) -> None
     """Write what a run is: resolved recipe, versions, tokenizer."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / SUMMARY).unlink(missing_ok=True)  # of a part of this run: not finished any more
         write_text(run_dir / RECIPE, recipe.to_yaml())
-        write_text(run_dir / VERSIONS, json.dumps(versions() | {"precision": precision}, indent=2))
+        facts = versions() | {"precision": precision, "corpus": corpus_id(corpus)}
+        write_text(run_dir / VERSIONS, json.dumps(facts, indent=2))
         corpus.tokenizer.save_pretrained(run_dir / TOKENIZER)
     except OSError as error:
         raise UserError(f"cannot write to {run_dir} ({error}): give another --run-dir") from error
@@ -195,6 +198,16 @@ def finish(
     )
     write_text(run_dir / SUMMARY, json.dumps(summary, indent=2))  # last: it says "finished"
     return summary
+
+
+def checksums(corpus: Corpus) -> list[str]:
+    """Checksums of all tokens of a corpus."""
+    return [shard.sha256 for split in corpus.manifest.splits.values() for shard in split.shards]
+
+
+def corpus_id(corpus: Corpus) -> str:
+    """What tells one prepared corpus from another: a digest of its checksums."""
+    return hashlib.blake2b(" ".join(checksums(corpus)).encode(), digest_size=8).hexdigest()
 
 
 def open_model(path: Path) -> tuple[LatentLM, PreTrainedTokenizerBase, Recipe | None]:

@@ -54,9 +54,8 @@ class _Worker:
 
 def default_workers(recipe: Recipe) -> int:
     """Runs at a time: one for each GPU if the recipe trains on one, else one for each core."""
-    if choose_device(recipe.training.device).type == "cuda":
-        return torch.cuda.device_count()
-    return num_cores()
+    device = choose_device(recipe.training.device).type
+    return {"cuda": torch.cuda.device_count(), "cpu": num_cores()}.get(device, 1)
 
 
 def num_cores() -> int:
@@ -75,14 +74,16 @@ def train_all(tasks: Iterable[Task], workers: int) -> dict[str, str]:
     Returns:
         label -> what went wrong, for the tasks that failed; the others have finished.
     """
-    waiting, failures = list(reversed(list(tasks))), {}
+    waiting: list[Task] = list(reversed(list(tasks)))
+    failures: dict[str, str] = {}
     num_tasks, num_done = len(waiting), 0
+    workers = max(1, min(workers, num_tasks))
     with _bars() as (bars, console), _pool() as running:
         total = bars.add_task(f"{num_tasks} runs", total=num_tasks, figures="")
         while waiting or running:
             while waiting and len(running) < workers:
                 free = min(set(range(workers)) - {worker.slot for worker in running})
-                running.append(_start(waiting.pop(), free, workers, bars))
+                _start(running, waiting.pop(), free, workers, bars)
             connection.wait([worker.process.sentinel for worker in running], timeout=0.5)
             for worker in list(running):
                 _show(worker, bars)
@@ -105,19 +106,20 @@ def train_all(tasks: Iterable[Task], workers: int) -> dict[str, str]:
     return failures
 
 
-def _start(task: Task, slot: int, workers: int, bars: Progress) -> _Worker:
+def _start(running: list[_Worker], task: Task, slot: int, workers: int, bars: Progress) -> None:
     task.directory.parent.mkdir(parents=True, exist_ok=True)
     context = _context()
     receiver, sender = context.Pipe(duplex=False)
     content = task.recipe.model_dump(mode="json")
     threads = max(1, num_cores() // workers)
+    gpu = slot if choose_device(task.recipe.training.device).type == "cuda" else None
     process = context.Process(
-        target=_work, args=(content, task.directory, task.log, slot, threads, sender)
+        target=_work, args=(content, task.directory, task.log, gpu, threads, sender)
     )
-    process.start()
-    sender.close()
     bar = bars.add_task(task.label, total=1.0, figures="")
-    return _Worker(task, process, receiver, slot, bar)
+    process.start()
+    running.append(_Worker(task, process, receiver, slot, bar))
+    sender.close()
 
 
 def _context() -> Any:
@@ -130,7 +132,12 @@ def _context() -> Any:
 
 
 def _work(
-    content: dict[str, Any], directory: Path, log: Path, slot: int, threads: int, sender: Any
+    content: dict[str, Any],
+    directory: Path,
+    log: Path,
+    gpu: int | None,
+    threads: int,
+    sender: Any,
 ) -> None:
     """The life of a worker: train one run, tell the parent what a user can mend, leave."""
     with log.open("a", encoding="utf-8") as stream:
@@ -138,9 +145,8 @@ def _work(
         os.dup2(stream.fileno(), sys.stderr.fileno())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    if not torch.cuda.is_initialized():
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[slot] if slot < len(visible) else str(slot)
+    if gpu is not None:
+        torch.cuda.set_device(gpu % torch.cuda.device_count())
     try:
         train(make_recipe(content), directory)
     except (UserError, OSError) as error:
@@ -159,9 +165,13 @@ def _leave_with_parent() -> None:
 def _pool() -> Iterator[list[_Worker]]:
     """The running workers; those that still run at the end are told to save and leave."""
     running: list[_Worker] = []
+    old = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield running
     finally:
+        signal.signal(signal.SIGTERM, old)
+        if running:
+            print("saving the runs in progress ...", file=sys.stderr)
         for worker in running:
             worker.process.terminate()
         for worker in running:
