@@ -103,9 +103,10 @@ def locked(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # While it is ours: filelock takes a lock again that was removed under it.
+        (run_dir / LOCK).unlink(missing_ok=True)
         lock.release()
-        if {path.name for path in run_dir.iterdir()} <= {LOCK}:
-            (run_dir / LOCK).unlink(missing_ok=True)
+        if not any(run_dir.iterdir()):
             run_dir.rmdir()
 
 
