@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -112,7 +113,7 @@ def compare(
     """Train several recipes under one protocol; leaves a table, curves and a page."""
     from dataclasses import asdict
 
-    from latentcot.analysis.comparison import table
+    from latentcot.analysis.comparison import heading, table
     from latentcot.compare import compare as run_comparison
     from latentcot.compare import plan, without_nan
     from latentcot.training.recipe import load_recipe
@@ -156,11 +157,9 @@ def compare(
     if as_json:
         print(json.dumps(without_nan([asdict(line) for line in lines])))
         return
-    titles, *rows = table(lines)
-    shown = Table(*titles, title=str(out), title_justify="left")
-    for row in rows:
-        shown.add_row(*row)
-    Console(highlight=False).print(shown)
+    for key, own in itertools.groupby(lines, key=lambda line: (line.match, line.budget)):
+        titles, *rows = table(list(own), short=True)  # the page has all columns
+        show_cells(heading(*key), titles, rows)
     print(f"page: {out / 'comparison.html'}")
 
 

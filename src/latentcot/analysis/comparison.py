@@ -196,10 +196,15 @@ COLUMNS = (
 )
 
 
-def table(lines: Sequence[Line]) -> list[list[str]]:
-    """The printed cells, titles first."""
-    return [[column.title for column in COLUMNS]] + [
-        [column.cell(line) for column in COLUMNS] for line in lines
+SHORT = ("recipe", "passes, test", "exact FLOPs", "seeds", "test loss", "difference")
+"""Columns that fit on a terminal, and the interval."""
+
+
+def table(lines: Sequence[Line], short: bool = False) -> list[list[str]]:
+    """The printed cells, titles first; `short` is for a terminal."""
+    columns = [c for c in COLUMNS if not short or c.title in (*SHORT, COLUMNS[-1].title)]
+    return [[column.title for column in columns]] + [
+        [column.cell(line) for column in columns] for line in lines
     ]
 
 
