@@ -14,13 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from latentcot.analysis.comparison import AVERAGED, Line, Match, RunRecord, compare_lines
 from latentcot.analysis.comparison_page import ComparisonPage, write_comparison
 from latentcot.data import prepare
 from latentcot.errors import UserError
-from latentcot.models import LatentLM
 from latentcot.training import run_dir as files
 from latentcot.training.ledger import trained_token
 from latentcot.training.metrics import read_rows
@@ -32,8 +29,6 @@ FLOPS_FACTORS = (1, 2, 4)
 """Default FLOPs budgets, as multiples of what the cheapest recipe spends on its tokens."""
 OWN_TO_A_RECIPE = {"training.learning_rate", "training.micro_batch_size"}
 """Keys of data and training in which compared recipes may differ."""
-
-
 SUMMARY_KEYS = {"step", "test_loss", *AVERAGED, "parameters", "peak_bytes"}
 """What a comparison reads of a summary."""
 
@@ -64,8 +59,8 @@ class Job:
         if not (self.directory / files.SUMMARY).is_file():
             return False
         summary = self._summary()
-        spent: float = summary["tokens" if training.budget_tokens else "exact_flops"]
-        return spent >= self.budget or summary["step"] >= (training.max_steps or math.inf)
+        share = training.share_spent(summary["tokens"], summary["exact_flops"])
+        return share >= 1 or summary["step"] >= (training.max_steps or math.inf)
 
     def _summary(self) -> dict[str, Any]:
         """The content of summary.json. Raises UserError where it is damaged."""
@@ -164,7 +159,7 @@ def plan(
         raise UserError("seed cannot be swept: give --seeds")
     check_protocol(recipes, swept)
     for recipe in recipes:
-        build_on_meta(recipe)  # values that the model refuses: now, not when its turn comes
+        recipe.build_on_meta()  # values that the model refuses: now, not when its turn comes
     flops_seeds = seeds if flops_seeds is None else flops_seeds
     for given in (seeds, flops_seeds):
         if not given or len(set(given)) != len(given):
@@ -211,15 +206,9 @@ def _at(recipe: Recipe, match: Match, budget: float, seed: int) -> Recipe:
     return make_recipe(content, recipe.name)
 
 
-def build_on_meta(recipe: Recipe) -> LatentLM:
-    """The model of a recipe without its weights. Raises UserError as `Recipe.build_model`."""
-    with torch.device("meta"):
-        return recipe.build_model()
-
-
 def tokens_cost(recipe: Recipe) -> float:
     """Exact training FLOPs of a recipe's token budget (for `adaptive`, if nothing is pruned)."""
-    token = trained_token(build_on_meta(recipe), recipe.training.block_length)
+    token = trained_token(recipe.build_on_meta(), recipe.training.block_length)
     return token["exact"] * (recipe.training.budget_tokens or 0)
 
 

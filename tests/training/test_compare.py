@@ -58,7 +58,7 @@ def test_trains_what_is_missing_and_shows_it(latentcot, paths, tmp_path):
     ours = json.loads((alone / "summary.json").read_text())
     theirs = json.loads((out / "tokens/vanilla/seed-0/summary.json").read_text())
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
-    # A short run in the same place does not count as finished, nor does one on another text.
+    # A short run in the same place does not count as finished.
     short = latentcot(*command, "--seeds", "1", "training.max_steps=2", "--workers", 2)
     assert short.code == 0, short.err
     assert latentcot(*command, "--seeds", "0,1", "--workers", 2).code == 0
@@ -115,6 +115,16 @@ def test_killed_at_any_moment_it_loses_no_run_and_repeats_none(source, tmp_path)
         # Another number of threads adds up in another order.
         assert line["test_loss"] == pytest.approx(quiet[line["name"]]["test_loss"], rel=1e-9)
         assert line["tokens"] == quiet[line["name"]]["tokens"]
+
+
+def test_runs_on_different_text_are_not_put_in_one_table(latentcot, paths, tmp_path):
+    command = ("compare", *paths, "--out", tmp_path / "out", "training.max_steps=1")
+    assert latentcot(*command).code == 0
+    versions = tmp_path / "out/tokens/vanilla/seed-0/versions.json"
+    versions.write_text(json.dumps(json.loads(versions.read_text()) | {"corpus": "another"}))
+    done = latentcot(*command)
+    assert done.code == 2
+    assert "cannot be compared: corpus is" in done.err
 
 
 def test_a_failing_run_stops_no_other(latentcot, source, tmp_path):

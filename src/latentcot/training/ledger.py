@@ -137,8 +137,7 @@ def recipe_costs(recipe: Recipe, passes: float | None = None) -> dict[str, Any]:
     Raises:
         UserError: a model that cannot be built, or passes that it cannot execute.
     """
-    with torch.device("meta"):
-        model = recipe.build_model()
+    model = recipe.build_on_meta()
     length, mean = recipe.training.block_length, fmean(training_passes(model.config, passes))
     decoding = model.config.decoding_passes or mean
     trained = trained_token(model, length, passes)

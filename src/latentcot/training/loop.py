@@ -47,10 +47,7 @@ class Counters:
 
     def share_of(self, recipe: Recipe) -> float:
         """The spent share of the budget, from 0 to 1 (or a little more at the end)."""
-        if recipe.training.budget_flops is not None:
-            return self.exact_flops / recipe.training.budget_flops
-        assert recipe.training.budget_tokens is not None
-        return self.tokens / recipe.training.budget_tokens
+        return recipe.training.share_spent(self.tokens, self.exact_flops)
 
 
 def train(recipe: Recipe, run_dir: Path, resume: str = "auto") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
+import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from transformers import CONFIG_MAPPING
@@ -75,6 +76,13 @@ class TrainingConfig(Strict):
         """Sequences of a forward pass in evaluations."""
         return max(1, EVAL_BATCH_TOKENS // self.block_length)
 
+    def share_spent(self, tokens: float, exact_flops: float) -> float:
+        """The spent share of the budget, from 0 to 1 (or a little more at the end)."""
+        if self.budget_flops is not None:
+            return exact_flops / self.budget_flops
+        assert self.budget_tokens is not None
+        return tokens / self.budget_tokens
+
     @property
     def micro_batch(self) -> int:
         return self.micro_batch_size or self.batch_size
@@ -128,6 +136,11 @@ class Recipe(Strict):
                 "change one of them"
             )
         return model
+
+    def build_on_meta(self) -> LatentLM:
+        """The model without its weights: to check and count. Raises as `build_model`."""
+        with torch.device("meta"):
+            return self.build_model()
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

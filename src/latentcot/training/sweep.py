@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field, ValidationError, field_validator
 
 from latentcot.errors import UserError
@@ -78,8 +77,7 @@ def load_sweep(
         assignments = [f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in changes.items()]
         try:
             recipe = load_recipe(origin, [*overrides, *assignments])
-            with torch.device("meta"):
-                recipe.build_model()
+            recipe.build_on_meta()
         except UserError as error:
             raise UserError(f"{path}, value {value!r} of the sweep: {error}") from None
         twins = [r.model_copy(update={"name": recipe.name}) for r in recipes]

@@ -193,17 +193,15 @@ def _bars() -> Iterator[tuple[Progress, Console]]:
 
 def _show(worker: _Worker, bars: Progress) -> None:
     """Bring the bar of a worker up to the last row that it has recorded."""
-    training = worker.task.recipe.training
     row = _last_row(worker.task.directory / "metrics.jsonl")
     if not row:
         return
-    budget = training.budget_tokens or training.budget_flops or 1
-    spent = row["tokens"] if training.budget_tokens else row["exact_flops"]
+    share = worker.task.recipe.training.share_spent(row["tokens"], row["exact_flops"])
     figures = (
         f"loss {row['loss']:.3f}  passes {row['passes_per_token']:.2f}  "
         f"{row['tokens_per_s']:,.0f} tok/s"
     )
-    bars.update(worker.bar, completed=min(1.0, spent / budget), figures=figures)
+    bars.update(worker.bar, completed=min(1.0, share), figures=figures)
 
 
 def _last_row(path: Path) -> dict[str, Any]:
