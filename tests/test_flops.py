@@ -63,7 +63,7 @@ def test_executed_equals_pytorchs_counter(method, options, length, mask):
 @pytest.mark.parametrize(("method", "options"), VARIANTS)
 @torch.no_grad()
 def test_decoding_costs_what_pytorch_counts(method, options):
-    """One row, token by token with a cache: hardly anything is masked, so exact holds."""
+    """One row, token by token with a cache."""
     backbone = tiny_llama(num_hidden_layers=3, num_key_value_heads=4)
     model = tiny_model(method, backbone=backbone, **options).eval()
     model.set_attn_implementation("eager")
@@ -74,9 +74,32 @@ def test_decoding_costs_what_pytorch_counts(method, options):
             out = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             passes.append(out.passes)
-    flops = model.count_flops(torch.cat(passes, 1))
-    # 1 %: the slots that `paused` makes at once hide from each other.
-    assert counter.get_total_flops() == pytest.approx(flops.forward, rel=1e-2)
+    passes = torch.cat(passes, 1)
+    exact, executed = (model.count_flops(passes, executed=e, decoding=True) for e in (False, True))
+    assert counter.get_total_flops() == pytest.approx(executed.forward, rel=1e-6)
+    if method == "paused":  # m slots at once, of which m (m - 1) / 2 pairs hide from each other
+        m = model.config.num_passes
+        assert executed.attention - exact.attention == 12 * 3 * m * (m - 1) / 2 * 4 * 32
+    else:
+        assert executed.forward == exact.forward
+
+
+@torch.no_grad()
+def test_decoding_computes_what_lies_outside_the_window():
+    backbone = tiny_qwen3()
+    model = tiny_model("adaptive", backbone=backbone, tau=0.4, l_max=2).eval()
+    model.set_attn_implementation("eager")
+    ids = ids_of(1, 12)
+    cache, passes = None, []
+    with FlopCounterMode(display=False) as counter:
+        for place in range(12):
+            out = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            passes.append(out.passes)
+    passes = torch.cat(passes, 1)
+    exact, executed = (model.count_flops(passes, executed=e, decoding=True) for e in (False, True))
+    assert counter.get_total_flops() == pytest.approx(executed.forward, rel=1e-6)
+    assert exact.attention < executed.attention
 
 
 @pytest.mark.parametrize("window", [None, 2, 3, 50])
@@ -95,8 +118,9 @@ def test_pairs_of_interleaved_slots_equal_a_loop(window, copies):
     assert visible_pairs(interleave(tokens, copies), "own", window, copies) == want
 
 
-def test_windows_are_counted_layer_by_layer():
-    backbone = Qwen3Config(
+def tiny_qwen3():
+    """Four layers, the last of which sees two positions."""
+    return Qwen3Config(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=48,
@@ -108,7 +132,10 @@ def test_windows_are_counted_layer_by_layer():
         sliding_window=2,
         max_window_layers=3,
     )
-    model = latentcot.build_model("vanilla", backbone)
+
+
+def test_windows_are_counted_layer_by_layer():
+    model = latentcot.build_model("vanilla", tiny_qwen3())
     assert model.config.layer_windows() == [None, None, None, 2]
     full, windowed = 16 * 17 // 2, 16 * 2 - 1
     passes = torch.ones(1, 16, dtype=torch.int64)

@@ -6,7 +6,8 @@ twice its forward pass. Three figures come from one function:
 - `kaplan`: 6 N for each pass of the backbone over a token (Kaplan et al. 2020), the paper's.
 - `exact`: every matmul, attention by visible (query, slot) pairs, no recomputation.
 - `executed`: attention by the pairs that a dense mask computes, and what is recomputed: what
-  PyTorch's own counter sees under eager attention.
+  PyTorch's own counter sees under eager attention. All columns of a batch are taken to run at
+  once, as in training, or one after the other over a cache, as in decoding.
 
 Shapes: B rows, L columns, K passes.
 """
@@ -68,6 +69,7 @@ class Ledger:
         windows: sliding window of each of its layers, None where it sees all positions.
         attention_width: width of all query heads together.
         executed: count `executed` instead of `exact`.
+        decoding: the columns came one by one, over a cache.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class Ledger:
         windows: list[int | None],
         attention_width: int,
         executed: bool = False,
+        decoding: bool = False,
     ):
         self.backbone = backbone
         self.windows = windows
         self.attention_width = attention_width
         self.executed = executed
+        self.decoding = decoding
         self.total = Flops()
 
     def add(self, **parts: float) -> None:
@@ -93,6 +97,7 @@ class Ledger:
         visibility: Visibility,
         layers: slice = slice(None),
         copies: int = 1,
+        together: int = 1,
         times: int = 1,
     ) -> None:
         """Passes over a batch whose columns executed `passes` (B, L).
@@ -100,6 +105,7 @@ class Ledger:
         Args:
             layers: the layers that ran.
             copies: columns that share a place in the text (`interleave`).
+            together: columns that decoding runs at once.
             times: how often all of this ran.
         """
         windows = self.windows[layers]
@@ -108,7 +114,9 @@ class Ledger:
         else:
             chosen = list(self.backbone.get_submodule("layers").children())[layers]
             linear = sum(linear_flops(layer) for layer in chosen)
-        if self.executed:
+        if self.executed and self.decoding:
+            pairs = len(windows) * decoded_pairs(passes, visibility, together)
+        elif self.executed:
             pairs = len(windows) * executed_pairs(passes, visibility)
         else:
             pairs = sum(
@@ -153,16 +161,31 @@ def visible_pairs(
     """
     pairs = 0
     for step in range(1, int(passes.max()) + 1):
-        if visibility == "own":
-            slots = (passes >= step).long()
-        else:
-            slots = passes.clamp(max=step if visibility == "all" else 1)
-        seen = slots.cumsum(1)
+        seen = _slots_until(passes, step, visibility)
         if window is not None and window * copies < passes.shape[1]:
             hidden = seen[:, copies - 1 :: copies].repeat_interleave(copies, dim=1)
             seen = seen - nn.functional.pad(hidden, (window * copies, 0))[:, : passes.shape[1]]
         pairs += int((seen * (passes >= step)).sum())
     return pairs
+
+
+def decoded_pairs(passes: Tensor, visibility: Visibility, together: int = 1) -> int:
+    """Number of pairs that attention computes when columns come over a cache, `together` at once.
+
+    Each query of such a group meets all slots up to the group's end, outside its window too.
+    """
+    pairs = 0
+    for step in range(1, int(passes.max()) + 1):
+        seen = _slots_until(passes, step, visibility)[:, together - 1 :: together]
+        pairs += int((seen.repeat_interleave(together, dim=1) * (passes >= step)).sum())
+    return pairs
+
+
+def _slots_until(passes: Tensor, step: int, visibility: Visibility) -> Tensor:
+    """(B, L) number of slots up to each column that a query at `step` may see."""
+    if visibility == "own":
+        return (passes >= step).cumsum(1)
+    return passes.clamp(max=step if visibility == "all" else 1).cumsum(1)
 
 
 def executed_pairs(passes: Tensor, visibility: Visibility) -> int:

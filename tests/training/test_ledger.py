@@ -160,9 +160,8 @@ def test_a_decoded_token_costs_what_pytorch_counts(method, options):
         cache = out.past_key_values
     assert int(out.passes) == passes
     cost = ledger.decoded_token(model, length, passes)
-    # 1 %: the pauses of a token hide from each other.
-    assert counter.get_total_flops() == pytest.approx(cost["exact"], rel=1e-2)
-    assert cost["executed"] == cost["exact"]
+    assert counter.get_total_flops() == pytest.approx(cost["executed"], rel=1e-6)
+    assert cost["exact"] == pytest.approx(cost["executed"], rel=1e-2)
     if "sharing" not in options:
         assert cost["kaplan"] == 2 * model.num_parameters() * passes
 

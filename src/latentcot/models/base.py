@@ -351,18 +351,19 @@ class LatentLM(PreTrainedModel, GenerationMixin):
         }
 
     @torch.no_grad()
-    def count_flops(self, passes: Tensor, executed: bool = False) -> Flops:
+    def count_flops(self, passes: Tensor, executed: bool = False, decoding: bool = False) -> Flops:
         """FLOPs of a batch whose tokens executed `passes` (B, L), 0 at padding.
 
         Args:
             executed: count what a dense mask executes too, as PyTorch's counter does under eager
                 attention, and recomputation; default: visible pairs only.
+            decoding: the tokens came one by one over a cache (which changes `executed` only).
         """
         config = self.config.backbone_config
         heads = self.config.num_attention_heads
         head_width = getattr(config, "head_dim", None) or self.config.hidden_size // heads
         windows = self.config.layer_windows()
-        ledger = Ledger(self.backbone, windows, head_width * heads, executed)
+        ledger = Ledger(self.backbone, windows, head_width * heads, executed, decoding)
         self.tally(ledger, passes)
         ledger.add(head=int((passes > 0).sum()) * linear_flops(self.lm_head))
         return ledger.total

@@ -77,4 +77,5 @@ class PausedLM(LatentLM):
 
     def tally(self, ledger: Ledger, passes: Tensor) -> None:
         copies = self.config.num_passes
-        ledger.run(interleave(passes, copies), self.config.visibility, copies=copies)
+        sequence = interleave(passes, copies)
+        ledger.run(sequence, self.config.visibility, copies=copies, together=copies)

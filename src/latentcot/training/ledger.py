@@ -117,18 +117,21 @@ def trained_token(model: LatentLM, length: int, passes: float | None = None) -> 
 def decoded_token(model: LatentLM, length: int, passes: float) -> dict[str, float]:
     """FLOPs by rule of decoding the last of `length` tokens, the slots of the others cached.
 
-    A fractional number of passes weighs the whole ones around it. A single query masks nothing
-    (but for `paused`, whose pauses hide from each other), so `executed` equals `exact`.
+    A fractional number of passes weighs the whole ones around it.
     """
     context = deal(passes, length - 1)
-    before = model.count_flops(context)
-    whole = exact = 0.0
+    cost = dict.fromkeys(("kaplan", "exact", "executed"), 0.0)
     for last in {math.floor(passes), math.ceil(passes)}:
-        after = model.count_flops(torch.cat([context, torch.tensor([[last]])], dim=1))
         share = 1 - abs(passes - last)
-        whole += share * (after.passes - before.passes)
-        exact += share * (after.forward - before.forward)
-    return {"kaplan": 2 * model.num_parameters() * whole, "exact": exact, "executed": exact}
+        longer = torch.cat([context, torch.tensor([[last]])], dim=1)
+        for rule in ("exact", "executed"):
+            before, after = (
+                model.count_flops(tokens, executed=rule == "executed", decoding=True)
+                for tokens in (context, longer)
+            )
+            cost[rule] += share * (after.forward - before.forward)
+        cost["kaplan"] += share * 2 * model.num_parameters() * (after.passes - before.passes)
+    return cost
 
 
 def recipe_costs(recipe: Recipe, passes: float | None = None) -> dict[str, Any]:
