@@ -172,9 +172,10 @@ def visible_pairs(
 def decoded_pairs(passes: Tensor, visibility: Visibility, together: int = 1) -> int:
     """Number of pairs that attention computes when columns come over a cache, `together` at once.
 
-    Each query of such a group meets all slots up to the group's end, outside its window too.
+    Each query of such a group meets all slots up to the group's end, outside its window too; and
+    for `latest`, all of each token: they are masked where they lie.
     """
-    pairs = 0
+    pairs, visibility = 0, "own" if visibility == "own" else "all"
     for step in range(1, int(passes.max()) + 1):
         seen = _slots_until(passes, step, visibility)[:, together - 1 :: together]
         pairs += int((seen.repeat_interleave(together, dim=1) * (passes >= step)).sum())

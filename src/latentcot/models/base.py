@@ -17,6 +17,7 @@ from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from latentcot.core.attention import ATTENTION_NAME, BACKENDS
+from latentcot.core.cache import SlotCache
 from latentcot.core.halting import KeepRule
 from latentcot.core.objective import (
     IGNORE_INDEX,
@@ -25,7 +26,7 @@ from latentcot.core.objective import (
     target_probs,
 )
 from latentcot.core.packing import Packing
-from latentcot.core.slots import SlotCache, SlotPass
+from latentcot.core.slot_pass import SlotPass
 from latentcot.errors import UserError
 from latentcot.flops import Flops, Ledger, linear_flops
 from latentcot.models.config import LatentConfig
@@ -177,10 +178,9 @@ class LatentLM(PreTrainedModel, GenerationMixin):
             use_cache=False,
             slots=slots,
         )
-        written = len(slots.steps[-1].keys)
-        if written != self.config.num_hidden_layers:
+        if slots.num_layers != self.config.num_hidden_layers:
             raise UserError(
-                f"{written} of {self.config.num_hidden_layers} layers of this "
+                f"{slots.num_layers} of {self.config.num_hidden_layers} layers of this "
                 f"{self.config.backbone_config.model_type} backbone attend through transformers' "
                 "attention interface: latentcot needs a backbone in which all do"
             )

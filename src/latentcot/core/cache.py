@@ -1,0 +1,178 @@
+"""The store of all slots of a batch: a cache of transformers.
+
+Shapes: B rows, L columns of the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from latentcot.core.packing import Packing
+from latentcot.core.slot_pass import GatheredPass, Group, InPlacePass, SlotPass
+from latentcot.core.slots import StepSlots, Visibility, widen, writable
+
+FEW_QUERIES = 16
+"""A chunk of so many columns, or fewer, reads the slots where they lie: gathering them, which pays
+when many queries share it, would copy the whole cache for every token."""
+
+
+class SlotCache(Cache):
+    """The store of slots, one `StepSlots` for each step; a transformers cache for generation.
+
+    A slot is written once, when it is executed. Tokens that were pruned have no slots beyond their
+    last step. `get_seq_length` counts input columns, left padding included, as transformers does;
+    `num_tokens` counts the real tokens of each row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.steps: list[StepSlots] = []
+        self.is_real: Tensor | None = None  # (B, columns seen): which of them were no padding
+        self.num_tokens = torch.zeros(0, dtype=torch.int64)  # (B,) real tokens seen so far
+        self.depth = torch.zeros(0, 0, dtype=torch.int64)  # (B, tokens) passes of each
+
+    def begin(self, mask: Tensor | None, batch_shape: tuple[int, int], device: Any) -> Packing:
+        """Take in a chunk of (B, L) new columns and return the packing of its real tokens.
+
+        Raises:
+            ValueError: the cache holds another number of rows.
+        """
+        num_rows = batch_shape[0]
+        if self.is_real is None:
+            self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            self.depth = self.num_tokens[:, None][:, :0]
+        if self.num_tokens.shape[0] != num_rows:
+            raise ValueError(
+                f"the cache holds {self.num_tokens.shape[0]} rows and the input has {num_rows}: "
+                "pass the cache of this batch or start without one"
+            )
+        packing = Packing.of(mask, self.num_tokens, batch_shape)
+        self.num_tokens = self.num_tokens + packing.counts
+        if mask is None:
+            real = torch.ones(batch_shape, dtype=torch.bool, device=device)
+        else:
+            real = mask.bool()
+        self.is_real = real if self.is_real is None else torch.cat([self.is_real, real], dim=1)
+        self._make_room(self.is_real.shape[1])
+        return packing
+
+    def step(
+        self, step: int, packing: Packing, visibility: Visibility = "all", backend: str = "sdpa"
+    ) -> SlotPass:
+        """One pass over the active tokens at `step` (from 1): the backbone takes it as `slots`."""
+        slots = self._slots_of(step, packing)
+        columns = slots.reserve(packing)
+        self._deepen(packing, step)
+        first = step if visibility == "own" else 1
+        if packing.batch_shape[1] > FEW_QUERIES:
+            return GatheredPass(self.steps[first - 1 : step], packing, visibility, backend, columns)
+        seen = [(k, self.steps[k - 1]) for k in range(first, step + 1) if self.steps[k - 1].used]
+        group = Group(slots, packing, columns, slice(None))
+        return InPlacePass(seen, packing, [group], step, self.depth, visibility)
+
+    def wave(
+        self,
+        rows: list[int],
+        positions: list[int],
+        steps: list[int],
+        visibility: Visibility = "all",
+    ) -> SlotPass:
+        """One pass over N queries, each at a step of its own: the tokens in flight of a wavefront.
+
+        Args:
+            rows: row of each query, ascending.
+            positions: its position, ascending in a row.
+            steps: its step, from 1; all queries of a row are at different steps.
+        """
+        device = self.num_tokens.device
+        shape = (len(self.num_tokens), len(set(steps)))
+        index = [row * shape[1] + n - rows.index(row) for n, row in enumerate(rows)]
+        self._make_room(1 + max(positions))
+        packing = Packing(
+            torch.tensor(index, device=device), torch.tensor(positions, device=device), shape
+        )
+        groups = []
+        query_steps = torch.tensor(steps, device=device)
+        for step in sorted(set(steps)):
+            if shape[0] == 1:
+                among: slice | Tensor = slice(steps.index(step), steps.index(step) + 1)
+            else:
+                among = (query_steps == step).nonzero().squeeze(1)
+            own = packing.select(among)
+            slots = self._slots_of(step, packing)
+            groups.append(Group(slots, own, slots.reserve(own), among))
+        self._deepen(packing, query_steps)
+        seen = [(k, slots) for k, slots in enumerate(self.steps, 1) if slots.used]
+        return InPlacePass(seen, packing, groups, query_steps, self.depth, visibility)
+
+    def _slots_of(self, step: int, packing: Packing) -> StepSlots:
+        while len(self.steps) < step:
+            self.steps.append(StepSlots(packing.batch_shape[0], packing.index.device))
+        return self.steps[step - 1]
+
+    def _deepen(self, packing: Packing, steps: Tensor | int) -> None:
+        """Note that the tokens of `packing` execute `steps`."""
+        self.depth = writable(self.depth)
+        self.depth[packing.rows, packing.position_ids] = steps
+
+    def _make_room(self, num_tokens: int) -> None:
+        if num_tokens > self.depth.shape[1]:
+            self.depth = widen(self.depth, 1, num_tokens, 0)
+
+    def rewind(self, packing: Packing) -> None:
+        """Drop the slots of this chunk's tokens, as if no pass had run over them yet."""
+        for slots in self.steps:
+            slots.crop(self.num_tokens - packing.counts)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self.is_real is None else self.is_real.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.steps[0].keys) if self.steps else 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.is_real is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def crop(self, max_length: int) -> None:
+        """Forget the last -max_length columns, or all but the first `max_length`; 0 drops nothing.
+
+        This is what transformers' caches do, 0 included.
+        """
+        if self.is_real is None or max_length == 0:
+            return
+        kept = max_length if max_length > 0 else max(0, self.get_seq_length() + max_length)
+        self.is_real = self.is_real[:, :kept]
+        self.num_tokens = self.is_real.sum(1)
+        for slots in self.steps:
+            slots.crop(self.num_tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_real is not None:
+            self.is_real = self.is_real[indices]
+            self.num_tokens = self.num_tokens[indices]
+            self.depth = self.depth[indices]
+        for slots in self.steps:
+            slots.select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(self.num_tokens.shape[0], device=self.num_tokens.device)
+        self.batch_select_indices(rows.repeat_interleave(repeats))

@@ -1,0 +1,288 @@
+"""One pass of the backbone over slots: it stores the new ones, and attends to the visible.
+
+Shapes: B rows, N queries, n the largest number of them in a row, S slots, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from latentcot.core.attention import BACKENDS, attend_in_place
+from latentcot.core.packing import PAD_POSITION, Packing
+from latentcot.core.slots import (
+    Columns,
+    StepSlots,
+    Visibility,
+    attends_by_row,
+    visible,
+    visible_positions,
+)
+
+
+class SlotPass(ABC):
+    """What the attention of a backbone is given: the queries, and the slots that they see.
+
+    Masks and indices are made once and shared by all layers.
+
+    Attributes:
+        packing: the queries, (N,).
+    """
+
+    packing: Packing
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Number of layers that have stored slots of this pass."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        dropout: float = 0.0,
+        window: int | None = None,
+    ) -> Tensor:
+        """Store the new slots of `layer` and attend from the queries to all that they see.
+
+        Args:
+            query: (N, H, D); key and value: (N, H_kv, D).
+            window: sliding window in positions, or None.
+
+        Returns:
+            (N, H, D).
+        """
+
+
+@dataclass
+class Group:
+    """Queries of a pass that are at the same step.
+
+    Attributes:
+        slots: the store of their step.
+        packing: their places.
+        columns: where their new slots go, see `StepSlots.reserve`.
+        among: which of all queries of the pass they are.
+    """
+
+    slots: StepSlots
+    packing: Packing
+    columns: Columns
+    among: slice | Tensor
+
+
+@dataclass
+class InPlacePass(SlotPass):
+    """A pass of few queries: it reads the slots where they lie, and copies none of them.
+
+    The queries may be at different steps, as in wavefront decoding.
+
+    Attributes:
+        steps: (step, slots) that a query may see.
+        packing: all queries.
+        groups: the same by step.
+        query_steps: (N,) their steps, or the one of all.
+        depth: (B, tokens) passes of each token so far.
+    """
+
+    steps: list[tuple[int, StepSlots]]
+    packing: Packing
+    groups: list[Group]
+    query_steps: Tensor | int
+    depth: Tensor
+    visibility: Visibility
+    _biases: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return min(len(group.slots.keys) for group in self.groups)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        dropout: float = 0.0,
+        window: int | None = None,
+    ) -> Tensor:
+        for group in self.groups:
+            own = group.among
+            group.slots.write(layer, key[own], value[own], group.packing, group.columns)
+        rows, queries = self._rows_with_queries
+        views = [slots.view(layer) for _, slots in self.steps]
+        if rows is not None:
+            views = [(keys[rows], values[rows]) for keys, values in views]
+        if window not in self._biases:
+            self._biases[window] = self._bias(window, query.dtype)
+        padded = queries.pad(query).transpose(1, 2)
+        out = attend_in_place(padded, views, self._biases[window], scaling, dropout)
+        return queries.unpad(out.transpose(1, 2))
+
+    @functools.cached_property
+    def _rows_with_queries(self) -> tuple[Tensor | None, Packing]:
+        """Rows that have queries, None for all, and the packing of these rows alone."""
+        if self.packing.batch_shape[0] == 1 or bool(self.packing.counts.all()):
+            return None, self.packing
+        return self.packing.without_empty_rows()
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """(B, 1, n, S) 0 where a query sees a slot and -inf elsewhere; None if it sees all."""
+        overlaid = self.visibility == "latest" and len(self.steps) > 1
+        if len(self.packing) == 1 == self.packing.batch_shape[0] and not overlaid and not window:
+            return None
+        rows, queries = self._rows_with_queries
+        query_steps = self.query_steps
+        if isinstance(query_steps, Tensor):
+            query_steps = queries.pad(query_steps)[:, :, None]
+        parts = []
+        for step, slots in self.steps:
+            positions, depth = slots.positions[:, : slots.used], self.depth
+            if rows is not None:
+                positions, depth = positions[rows], depth[rows]
+            last = None
+            if self.visibility == "latest":
+                real = positions.clamp(max=depth.shape[1] - 1)
+                last = depth.gather(1, real)[:, None]
+            query_positions = queries.padded_positions[:, :, None]
+            kind = (last, self.visibility, window, queries.copies)
+            parts.append(visible(query_positions, query_steps, positions[:, None], step, *kind))
+        sees = torch.cat(parts, -1)[:, None]
+        return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf)
+
+
+@dataclass
+class GatheredPass(SlotPass):
+    """A pass of many queries, all at the same step: it gathers the slots that they see.
+
+    Attributes:
+        steps: the slots of this step (the last) and of those before it.
+        packing: the active tokens.
+        columns: where this step's new slots go, see `StepSlots.reserve`.
+    """
+
+    steps: list[StepSlots]
+    packing: Packing
+    visibility: Visibility
+    backend: str
+    columns: Columns
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.steps[-1].keys)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        dropout: float = 0.0,
+        window: int | None = None,
+    ) -> Tensor:
+        self.steps[-1].write(layer, key, value, self.packing, self.columns)
+        keys, values = (view.to(query.dtype) for view in self._view(layer))
+        mask = self._mask(window)
+        backend = BACKENDS[self.backend]
+        if mask is None or not self._is_ragged:
+            padded = self.packing.pad(query).transpose(1, 2)
+            out = backend(padded, keys, values, mask, scaling, dropout)
+            return self.packing.unpad(out.transpose(1, 2))
+        rows = []
+        for row, (own, slots) in enumerate(self._own_slots):
+            q = query[own].transpose(0, 1)[None]
+            k, v = (x[row].index_select(1, slots)[None] for x in (keys, values))
+            own_mask = mask[row : row + 1, :, : q.shape[2]].index_select(-1, slots)
+            rows.append(backend(q, k, v, own_mask, scaling, dropout)[0].transpose(0, 1))
+        return torch.cat(rows)
+
+    @functools.cached_property
+    def _is_ragged(self) -> bool:
+        """See `attends_by_row`."""
+        packing = self.packing
+        device = packing.index.device.type
+        return attends_by_row(packing.batch_shape[0], packing.width, len(packing), device)
+
+    @functools.cached_property
+    def _own_slots(self) -> list[tuple[slice, Tensor]]:
+        """For each row: its queries among all N, and the columns of `_view` that are its slots."""
+        ends = self.packing.counts.cumsum(0).tolist()
+        real = self._slot_positions != PAD_POSITION
+        return [
+            (slice(start, end), real[row].nonzero().squeeze(1))
+            for row, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        ]
+
+    @property
+    def _visible_steps(self) -> list[StepSlots]:
+        return [slots for slots in self.steps if slots.used]
+
+    def _view(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H_kv, S, D) that this pass may see, at `_slot_positions`."""
+        views = [slots.view(layer) for slots in self._visible_steps]
+        join = self._overlay if self.visibility == "latest" else _concatenate
+        return join([keys for keys, _ in views]), join([values for _, values in views])
+
+    def _overlay(self, tensors: list[Tensor]) -> Tensor:
+        """`latest`: the first step's slots, each replaced by the deeper one of its position."""
+        if len(tensors) == 1:
+            return tensors[0]
+        first, *others = (tensor.transpose(1, 2) for tensor in tensors)
+        flat = first.flatten(0, 1)
+        for (places, chosen), deeper in zip(self._replacements, others, strict=True):
+            flat = flat.index_copy(0, places, deeper.flatten(0, 1).index_select(0, chosen))
+        return flat.unflatten(0, first.shape[:2]).transpose(1, 2)
+
+    @functools.cached_property
+    def _replacements(self) -> list[tuple[Tensor, Tensor]]:
+        """For each visible step after the first: places in the flat view, and the flat slots."""
+        first, *deeper_steps = self._visible_steps
+        pairs = []
+        for slots in deeper_steps:
+            positions = slots.positions[:, : slots.used]
+            chosen = (positions != PAD_POSITION).flatten().nonzero().squeeze(1)
+            # A step-1 slot exists for every position from 0: its column is the position itself.
+            rows = chosen // slots.used
+            pairs.append((rows * first.used + positions.flatten()[chosen], chosen))
+        return pairs
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """(B, 1, n, S) what each query sees, or None if that is plain causal attention."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor | None:
+        steps = self._visible_steps
+        one_slot_a_position = self.visibility == "latest" or len(steps) == 1
+        all_are_queries = self.packing.is_full and self.packing.width == steps[0].used
+        if window is None and one_slot_a_position and all_are_queries:
+            return None
+        # `_view` holds no slot of a deeper step, and for `latest` only the deepest of each
+        # position: of the predicate, the positions are left to compare.
+        query_positions = self.packing.padded_positions[:, :, None]
+        slot_positions = self._slot_positions[:, None, :]
+        sees = visible_positions(query_positions, slot_positions, window, self.packing.copies)
+        return sees[:, None]
+
+    @functools.cached_property
+    def _slot_positions(self) -> Tensor:
+        """(B, S) positions of the slots of `_view`, PAD_POSITION where there is none."""
+        steps = self._visible_steps
+        seen = steps[:1] if self.visibility == "latest" else steps
+        return torch.cat([slots.positions[:, : slots.used] for slots in seen], dim=1)
+
+
+def _concatenate(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=2)
