@@ -71,10 +71,10 @@ class SlotCache(Cache):
         slots = self._slots_of(step, packing)
         columns = slots.reserve(packing)
         self._deepen(packing, step)
-        first = step if visibility == "own" else 1
+        seen = self._seen(step, step, visibility)
         if packing.batch_shape[1] > FEW_QUERIES:
-            return GatheredPass(self.steps[first - 1 : step], packing, visibility, backend, columns)
-        seen = [(k, self.steps[k - 1]) for k in range(first, step + 1) if self.steps[k - 1].used]
+            own = [slots for _, slots in seen]
+            return GatheredPass(own, packing, visibility, backend, columns)
         group = Group(slots, packing, columns, slice(None))
         return InPlacePass(seen, packing, [group], step, self.depth, visibility)
 
@@ -84,7 +84,7 @@ class SlotCache(Cache):
         positions: list[int],
         steps: list[int],
         visibility: Visibility = "all",
-    ) -> SlotPass:
+    ) -> InPlacePass:
         """One pass over N queries, each at a step of its own: the tokens in flight of a wavefront.
 
         Args:
@@ -110,8 +110,16 @@ class SlotCache(Cache):
             slots = self._slots_of(step, packing)
             groups.append(Group(slots, own, slots.reserve(own), among))
         self._deepen(packing, query_steps)
-        seen = [(k, slots) for k, slots in enumerate(self.steps, 1) if slots.used]
+        seen = self._seen(min(steps), max(steps), visibility)
         return InPlacePass(seen, packing, groups, query_steps, self.depth, visibility)
+
+    def _seen(
+        self, lowest: int, highest: int, visibility: Visibility
+    ) -> list[tuple[int, StepSlots]]:
+        """The steps, and their slots, that queries between two steps may see."""
+        first = lowest if visibility == "own" else 1
+        steps = range(first, highest + 1)
+        return [(step, self.steps[step - 1]) for step in steps if self.steps[step - 1].used]
 
     def _slots_of(self, step: int, packing: Packing) -> StepSlots:
         while len(self.steps) < step:
@@ -129,8 +137,22 @@ class SlotCache(Cache):
 
     def rewind(self, packing: Packing) -> None:
         """Drop the slots of this chunk's tokens, as if no pass had run over them yet."""
+        self.crop_slots(self.num_tokens - packing.counts)
+
+    def crop_slots(self, num_tokens: Tensor) -> None:
+        """Drop the slots of row b behind its first num_tokens[b] tokens, in flight or not."""
         for slots in self.steps:
-            slots.crop(self.num_tokens - packing.counts)
+            slots.crop(num_tokens)
+
+    def settle(self, lengths: list[int]) -> None:
+        """Take over the tokens of waves: row b has lengths[b] columns now, and no slots behind."""
+        assert self.is_real is not None
+        seen, device = self.is_real.shape[1], self.is_real.device
+        new = torch.arange(seen, max(lengths), device=device)
+        own = new < torch.tensor(lengths, device=device)[:, None]
+        self.is_real = torch.cat([self.is_real, own], dim=1)
+        self.num_tokens = self.is_real.sum(1)
+        self.crop_slots(self.num_tokens)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self.is_real is None else self.is_real.shape[1]
@@ -159,8 +181,7 @@ class SlotCache(Cache):
         kept = max_length if max_length > 0 else max(0, self.get_seq_length() + max_length)
         self.is_real = self.is_real[:, :kept]
         self.num_tokens = self.is_real.sum(1)
-        for slots in self.steps:
-            slots.crop(self.num_tokens)
+        self.crop_slots(self.num_tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

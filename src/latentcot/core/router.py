@@ -1,6 +1,7 @@
 """Routers: they read a latent state z^(k) and give the logit of the gate g^(k).
 
-All are called as `router(z, step)` with z (..., d) and step from 1, and return logits (...).
+All are called as `router(z, step)` with z (N, d) and their step, from 1, or (N,) one for each, and
+return logits (N,).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ RouterName = Literal["none", "linear", "mlp", "multi_linear", "multi_mlp"]
 class NoRouter(nn.Module):
     """No-Adaptive: the gate is always 1, so all mass flows to the last step, z^(K)."""
 
-    def forward(self, z: Tensor, step: int) -> Tensor:
+    def forward(self, z: Tensor, step: int | Tensor) -> Tensor:
         return z.new_full(z.shape[:-1], math.inf)
 
 
@@ -29,7 +30,7 @@ class LinearRouter(nn.Module):
         super().__init__()
         self.out = nn.Linear(width, 1)
 
-    def forward(self, z: Tensor, step: int) -> Tensor:
+    def forward(self, z: Tensor, step: int | Tensor) -> Tensor:
         return self.out(z).squeeze(-1)
 
 
@@ -41,7 +42,7 @@ class MLPRouter(nn.Module):
         self.hidden = nn.Linear(width, width)
         self.out = nn.Linear(width, 1)
 
-    def forward(self, z: Tensor, step: int) -> Tensor:
+    def forward(self, z: Tensor, step: int | Tensor) -> Tensor:
         return self.out(nn.functional.gelu(self.hidden(z))).squeeze(-1)
 
 
@@ -52,8 +53,11 @@ class MultiRouter(nn.Module):
         super().__init__()
         self.steps = nn.ModuleList(routers)
 
-    def forward(self, z: Tensor, step: int) -> Tensor:
-        return self.steps[step - 1](z, step)
+    def forward(self, z: Tensor, step: int | Tensor) -> Tensor:
+        if isinstance(step, int):
+            return self.steps[step - 1](z, step)
+        steps = step.clamp(max=len(self.steps)).tolist()  # the last step has no gate
+        return torch.cat([self.steps[k - 1](z[n : n + 1], k) for n, k in enumerate(steps)])
 
 
 def build_router(name: RouterName, width: int, l_max: int) -> nn.Module:

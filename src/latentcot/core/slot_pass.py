@@ -138,7 +138,8 @@ class InPlacePass(SlotPass):
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """(B, 1, n, S) 0 where a query sees a slot and -inf elsewhere; None if it sees all."""
         overlaid = self.visibility == "latest" and len(self.steps) > 1
-        if len(self.packing) == 1 == self.packing.batch_shape[0] and not overlaid and not window:
+        is_newest = isinstance(self.query_steps, int) and len(self.packing) == 1
+        if is_newest and self.packing.batch_shape[0] == 1 and not overlaid and window is None:
             return None
         rows, queries = self._rows_with_queries
         query_steps = self.query_steps
@@ -224,13 +225,9 @@ class GatheredPass(SlotPass):
             for row, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         ]
 
-    @property
-    def _visible_steps(self) -> list[StepSlots]:
-        return [slots for slots in self.steps if slots.used]
-
     def _view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H_kv, S, D) that this pass may see, at `_slot_positions`."""
-        views = [slots.view(layer) for slots in self._visible_steps]
+        views = [slots.view(layer) for slots in self.steps]
         join = self._overlay if self.visibility == "latest" else _concatenate
         return join([keys for keys, _ in views]), join([values for _, values in views])
 
@@ -247,7 +244,7 @@ class GatheredPass(SlotPass):
     @functools.cached_property
     def _replacements(self) -> list[tuple[Tensor, Tensor]]:
         """For each visible step after the first: places in the flat view, and the flat slots."""
-        first, *deeper_steps = self._visible_steps
+        first, *deeper_steps = self.steps
         pairs = []
         for slots in deeper_steps:
             positions = slots.positions[:, : slots.used]
@@ -264,7 +261,7 @@ class GatheredPass(SlotPass):
         return self._masks[window]
 
     def _make_mask(self, window: int | None) -> Tensor | None:
-        steps = self._visible_steps
+        steps = self.steps
         one_slot_a_position = self.visibility == "latest" or len(steps) == 1
         all_are_queries = self.packing.is_full and self.packing.width == steps[0].used
         if window is None and one_slot_a_position and all_are_queries:
@@ -279,7 +276,7 @@ class GatheredPass(SlotPass):
     @functools.cached_property
     def _slot_positions(self) -> Tensor:
         """(B, S) positions of the slots of `_view`, PAD_POSITION where there is none."""
-        steps = self._visible_steps
+        steps = self.steps
         seen = steps[:1] if self.visibility == "latest" else steps
         return torch.cat([slots.positions[:, : slots.used] for slots in seen], dim=1)
 

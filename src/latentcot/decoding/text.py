@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from latentcot.errors import UserError
-from latentcot.models.base import LatentLM
+
+if TYPE_CHECKING:
+    from latentcot.models.base import LatentLM
 
 
 def generate_text(

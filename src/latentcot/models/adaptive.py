@@ -79,6 +79,7 @@ class AdaptiveLM(LatentLM):
 
     config: AdaptiveConfig
     config_class = AdaptiveConfig
+    can_wavefront = True
 
     def build(self) -> None:
         self.router = build_router(self.config.router, self.config.hidden_size, self.config.l_max)
@@ -87,8 +88,11 @@ class AdaptiveLM(LatentLM):
         super().initialize_weights()
         set_initial_gate(self.router, self.config.initial_gate)
 
-    def gate(self, z: Tensor, step: int) -> Tensor:
-        """g^(k): (N, d) states to (N,) probabilities of continuing, in float32 or wider."""
+    def gate(self, z: Tensor, step: int | Tensor) -> Tensor:
+        """g^(k): (N, d) states at `step`, or at (N,) steps, to (N,) probabilities of continuing.
+
+        In float32, or wider.
+        """
         dtype = next((p.dtype for p in self.router.parameters()), z.dtype)
         with torch.autocast(z.device.type, enabled=False):
             logits = self.router(z.to(dtype), step)

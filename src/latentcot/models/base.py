@@ -31,6 +31,7 @@ from latentcot.errors import UserError
 from latentcot.flops import Flops, Ledger, linear_flops
 from latentcot.models.config import LatentConfig
 from latentcot.models.export import auto_map, write_extras
+from latentcot.models.generation import LatentGeneration
 from latentcot.models.initialization import scaled_init_
 from latentcot.models.steps import fixed_steps
 
@@ -105,7 +106,7 @@ class Thought:
     steps: dict[str, Tensor] = field(default_factory=dict)
 
 
-class LatentLM(PreTrainedModel, GenerationMixin):
+class LatentLM(PreTrainedModel, LatentGeneration, GenerationMixin):
     """A causal language model that executes one or more passes of its backbone for each token.
 
     A method derives from this class once, defines `think`, and is registered by
@@ -398,6 +399,7 @@ class LatentLM(PreTrainedModel, GenerationMixin):
             figures: name -> value, shown in the model card.
         """
         self.config.auto_map = auto_map(self)
+        self._keep_generation_options()
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
             write_extras(Path(save_directory), self, figures)
@@ -408,13 +410,6 @@ class LatentLM(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """transformers' hook: the cache that `generate` starts with, if the user gave none."""
-        if generation_config.use_cache is not False:
-            model_kwargs.setdefault("past_key_values", SlotCache())
 
 
 def _own_columns(attention_mask: Tensor, batch_shape: tuple[int, int]) -> Tensor:
