@@ -109,7 +109,8 @@ def test_passes_over_chunks_equal_the_predicate(seed, visibility, backend, windo
                 key, value = torch.randn(
                     2, len(packing), KV_HEADS, WIDTH, generator=generator, dtype=torch.float64
                 )
-                out = slots.attend(0, query, key, value, WIDTH**-0.5, 0.0, window)
+                heads_first = (x.transpose(0, 1) for x in (query, key, value))
+                out = slots.attend(0, *heads_first, WIDTH**-0.5, 0.0, window).transpose(0, 1)
                 new = []
                 for n, (row, t) in enumerate(
                     zip(packing.rows.tolist(), packing.positions.tolist(), strict=True)
@@ -134,7 +135,7 @@ def filled_cache(num_tokens):
     packing = cache.begin(None, (2, num_tokens), torch.device("cpu"))
     for step in (1, 2):
         slots = cache.step(step, packing)
-        states = torch.arange(len(packing)).double().view(-1, 1, 1).repeat(1, 1, 2)
+        states = torch.arange(len(packing)).double().view(1, -1, 1).repeat(1, 1, 2)
         slots.attend(0, states, states, states, 1.0)
         packing = packing.select(packing.positions % 2 == 0)
     return cache
@@ -155,7 +156,7 @@ def test_crop_counts_columns_of_padded_rows():
     cache = SlotCache()
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
     packing = cache.begin(mask, (2, 5), torch.device("cpu"))
-    states = torch.zeros(len(packing), 1, 2)
+    states = torch.zeros(1, len(packing), 2)
     cache.step(1, packing).attend(0, states, states, states, 1.0)
     cache.crop(4)
     assert cache.num_tokens.tolist() == [2, 4]
@@ -169,7 +170,7 @@ def test_a_cropped_cache_is_written_again():
     cache.crop(2)
     packing = cache.begin(None, (2, 1), torch.device("cpu"))
     assert packing.positions.tolist() == [2, 2]
-    key = torch.full((2, 1, 2), 7.0, dtype=torch.float64)
+    key = torch.full((1, 2, 2), 7.0, dtype=torch.float64)
     with torch.no_grad():
         cache.step(1, packing).attend(0, key, key, key, 1.0)
     assert cache.steps[0].positions[0, :3].tolist() == [0, 1, 2]
@@ -183,7 +184,7 @@ def test_slots_grow_in_place():
     with torch.no_grad():
         for _ in range(200):
             packing = cache.begin(None, (2, 1), torch.device("cpu"))
-            key = torch.zeros(2, 1, 2, dtype=torch.float64)
+            key = torch.zeros(1, 2, 2, dtype=torch.float64)
             cache.step(1, packing).attend(0, key, key, key, 1.0)
             step = cache.steps[0]
             buffers.add(step.keys[0].data_ptr())

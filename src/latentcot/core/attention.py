@@ -75,7 +75,7 @@ def eager(
 def attend_in_place(
     query: Tensor,
     segments: list[tuple[Tensor, Tensor]],
-    bias: Tensor | None,
+    hidden: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -86,32 +86,32 @@ def attend_in_place(
     Args:
         query: (B, H, n, D).
         segments: (B, H_kv, S_j, D) keys and values.
-        bias: (B, 1, n, S) added to the scores, S the sum of all S_j; or None.
+        hidden: (B, 1, n, S) true where a query does not see a slot, S the sum of all S_j; or None.
 
     Returns:
         (B, H, n, D).
     """
-    count, num_groups = query.shape[2], segments[0][0].shape[1]
-    # Heads that share keys stand beside the queries: (B, H_kv, H / H_kv * n, D).
-    folded = query.unflatten(1, (num_groups, -1)).flatten(2, 3) * scaling
-    scores = _join([folded @ keys.to(query.dtype).mT for keys, _ in segments])
-    if bias is not None:
-        scores = scores.unflatten(2, (-1, count)).add_(bias[:, :, None]).flatten(2, 3)
-    weights = F.dropout(scores.softmax(-1), dropout)
-    parts = weights.split([keys.shape[2] for keys, _ in segments], -1)
-    values = (values.to(query.dtype) for _, values in segments)
-    out = sum(part @ own for part, own in zip(parts, values, strict=True))
-    return out.unflatten(2, (-1, count)).flatten(1, 2)
-
-
-def _join(scores: list[Tensor]) -> Tensor:
-    return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+    shape, num_groups = query.shape, segments[0][0].shape[1]
+    # Heads that share keys stand beside the queries: (B * H_kv, H / H_kv * n, D).
+    folded = (query * scaling).reshape(shape[0] * num_groups, -1, shape[3])
+    keys, values = zip(*segments, strict=True)
+    scores = torch.cat([folded.bmm(own.flatten(0, 1).mT) for own in keys], -1)
+    if hidden is not None:
+        scores.view(*shape[:3], -1).masked_fill_(hidden, -math.inf)
+    weights = scores.softmax(-1)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    first, *others = weights.split([own.shape[2] for own in keys], -1)
+    out = first.bmm(values[0].flatten(0, 1))
+    for part, own in zip(others, values[1:], strict=True):
+        out = out.baddbmm(part, own.flatten(0, 1))
+    return out.view(shape)
 
 
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager}
 
 
-UNKNOWN_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
+UNKNOWN_SCORES = {"softcap", "s_aux", "position_bias", "head_mask"}
 """Keywords by which some models of transformers change the scores: no backend knows them."""
 
 
@@ -138,20 +138,21 @@ def slot_attention(
     Returns:
         (1, N, H, D), and None for the attention weights.
     """
-    for name in UNKNOWN_SCORES:
-        if others.get(name) is not None:
+    for name in UNKNOWN_SCORES & others.keys():
+        if others[name] is not None:
             raise UserError(f"a backbone whose attention uses {name} is not supported")
     if slots is None:
         raise ValueError("this backbone belongs to a latentcot model: call that model instead")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Rotary embeddings leave float32 queries and keys under autocast: store what is computed with.
     # Slots live where the input was, also when `device_map` puts this layer elsewhere.
-    q, k, v = (
-        tensor[0].transpose(0, 1).to(slots.packing.index.device, value.dtype)
-        for tensor in (query, key, value)
-    )
-    out = slots.attend(module.layer_idx, q, k, v, scaling, dropout, sliding_window)
-    return out[None].to(query.device), None
+    device, home = query.device, slots.packing.index.device
+    if query.dtype != value.dtype or device != home:
+        query, key, value = (tensor.to(home, value.dtype) for tensor in (query, key, value))
+    heads = (query[0], key[0], value[0])
+    out = slots.attend(module.layer_idx, *heads, scaling, dropout, sliding_window)
+    out = out[None].transpose(1, 2)
+    return (out if device == home else out.to(device)), None
 
 
 ATTENTION_NAME = "latentcot"

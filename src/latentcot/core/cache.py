@@ -75,8 +75,8 @@ class SlotCache(Cache):
         if packing.batch_shape[1] > FEW_QUERIES:
             own = [slots for _, slots in seen]
             return GatheredPass(own, packing, visibility, backend, columns)
-        group = Group(slots, packing, columns, slice(None))
-        return InPlacePass(seen, packing, [group], step, self.depth, visibility)
+        group = Group(slots, packing, columns)
+        return InPlacePass(seen, packing, [group], step, self.depth, visibility, backend)
 
     def wave(
         self,
@@ -84,6 +84,7 @@ class SlotCache(Cache):
         positions: list[int],
         steps: list[int],
         visibility: Visibility = "all",
+        backend: str = "sdpa",
     ) -> InPlacePass:
         """One pass over N queries, each at a step of its own: the tokens in flight of a wavefront.
 
@@ -111,7 +112,7 @@ class SlotCache(Cache):
             groups.append(Group(slots, own, slots.reserve(own), among))
         self._deepen(packing, query_steps)
         seen = self._seen(min(steps), max(steps), visibility)
-        return InPlacePass(seen, packing, groups, query_steps, self.depth, visibility)
+        return InPlacePass(seen, packing, groups, query_steps, self.depth, visibility, backend)
 
     def _seen(
         self, lowest: int, highest: int, visibility: Visibility

@@ -132,6 +132,18 @@ class Packing:
         flat = padded.flatten(0, 1)
         return flat if self.is_full else flat.index_select(0, self.padded_index)
 
+    def pad_heads(self, values: Tensor) -> Tensor:
+        """(H, N, D) to (B, H, n, D), zero behind a row's last active token."""
+        if self.batch_shape[0] == 1:
+            return values[None]
+        return self.pad(values.transpose(0, 1)).transpose(1, 2)
+
+    def unpad_heads(self, padded: Tensor) -> Tensor:
+        """(B, H, n, D) to (H, N, D): the inverse of `pad_heads`."""
+        if self.batch_shape[0] == 1:
+            return padded[0]
+        return self.unpad(padded.transpose(1, 2)).transpose(0, 1)
+
     def gather(self, values: Tensor) -> Tensor:
         """(B, L, ...) to (N, ...): what belongs to the active tokens."""
         flat = values.flatten(0, 1)

@@ -54,11 +54,11 @@ class SlotPass(ABC):
         """Store the new slots of `layer` and attend from the queries to all that they see.
 
         Args:
-            query: (N, H, D); key and value: (N, H_kv, D).
+            query: (H, N, D); key and value: (H_kv, N, D).
             window: sliding window in positions, or None.
 
         Returns:
-            (N, H, D).
+            (H, N, D).
         """
 
 
@@ -70,13 +70,13 @@ class Group:
         slots: the store of their step.
         packing: their places.
         columns: where their new slots go, see `StepSlots.reserve`.
-        among: which of all queries of the pass they are.
+        among: which of all queries of the pass they are; None: all.
     """
 
     slots: StepSlots
     packing: Packing
     columns: Columns
-    among: slice | Tensor
+    among: slice | Tensor | None = None
 
 
 @dataclass
@@ -99,7 +99,8 @@ class InPlacePass(SlotPass):
     query_steps: Tensor | int
     depth: Tensor
     visibility: Visibility
-    _biases: dict[int | None, Tensor | None] = field(default_factory=dict)
+    backend: str
+    _masks: dict[int | None, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -116,17 +117,25 @@ class InPlacePass(SlotPass):
         window: int | None = None,
     ) -> Tensor:
         for group in self.groups:
-            own = group.among
-            group.slots.write(layer, key[own], value[own], group.packing, group.columns)
+            own = (key, value)
+            if group.among is not None:
+                own = (key[:, group.among], value[:, group.among])
+            group.slots.write(layer, *own, group.packing, group.columns)
         rows, queries = self._rows_with_queries
         views = [slots.view(layer) for _, slots in self.steps]
         if rows is not None:
             views = [(keys[rows], values[rows]) for keys, values in views]
-        if window not in self._biases:
-            self._biases[window] = self._bias(window, query.dtype)
-        padded = queries.pad(query).transpose(1, 2)
-        out = attend_in_place(padded, views, self._biases[window], scaling, dropout)
-        return queries.unpad(out.transpose(1, 2))
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        mask, hidden = self._masks[window]
+        padded = queries.pad_heads(query)
+        if views[0][0].dtype != query.dtype:
+            views = [(keys.to(query.dtype), values.to(query.dtype)) for keys, values in views]
+        if len(views) == 1:
+            out = BACKENDS[self.backend](padded, *views[0], mask, scaling, dropout)
+        else:
+            out = attend_in_place(padded, views, hidden, scaling, dropout)
+        return queries.unpad_heads(out)
 
     @functools.cached_property
     def _rows_with_queries(self) -> tuple[Tensor | None, Packing]:
@@ -135,30 +144,36 @@ class InPlacePass(SlotPass):
             return None, self.packing
         return self.packing.without_empty_rows()
 
-    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """(B, 1, n, S) 0 where a query sees a slot and -inf elsewhere; None if it sees all."""
+    def _make_mask(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+        """(B, 1, n, S) what each query sees, and what it does not; None if it sees all."""
         overlaid = self.visibility == "latest" and len(self.steps) > 1
         is_newest = isinstance(self.query_steps, int) and len(self.packing) == 1
         if is_newest and self.packing.batch_shape[0] == 1 and not overlaid and window is None:
-            return None
+            return None, None
         rows, queries = self._rows_with_queries
         query_steps = self.query_steps
         if isinstance(query_steps, Tensor):
             query_steps = queries.pad(query_steps)[:, :, None]
-        parts = []
-        for step, slots in self.steps:
-            positions, depth = slots.positions[:, : slots.used], self.depth
-            if rows is not None:
-                positions, depth = positions[rows], depth[rows]
-            last = None
-            if self.visibility == "latest":
-                real = positions.clamp(max=depth.shape[1] - 1)
-                last = depth.gather(1, real)[:, None]
-            query_positions = queries.padded_positions[:, :, None]
-            kind = (last, self.visibility, window, queries.copies)
-            parts.append(visible(query_positions, query_steps, positions[:, None], step, *kind))
-        sees = torch.cat(parts, -1)[:, None]
-        return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf)
+        positions = torch.cat([own.positions[:, : own.used] for _, own in self.steps], 1)
+        depth = self.depth
+        if rows is not None:
+            positions, depth = positions[rows], depth[rows]
+        last = None
+        if self.visibility == "latest":
+            last = depth.gather(1, positions.clamp(max=depth.shape[1] - 1))[:, None]
+        numbers = torch.tensor([step for step, _ in self.steps], device=positions.device)
+        widths = torch.tensor([own.used for _, own in self.steps], device=positions.device)
+        sees = visible(
+            queries.padded_positions[:, :, None],
+            query_steps,
+            positions[:, None],
+            numbers.repeat_interleave(widths, output_size=positions.shape[1]),
+            last,
+            self.visibility,
+            window,
+            queries.copies,
+        )[:, None]
+        return sees, ~sees
 
 
 @dataclass
@@ -197,16 +212,15 @@ class GatheredPass(SlotPass):
         mask = self._mask(window)
         backend = BACKENDS[self.backend]
         if mask is None or not self._is_ragged:
-            padded = self.packing.pad(query).transpose(1, 2)
-            out = backend(padded, keys, values, mask, scaling, dropout)
-            return self.packing.unpad(out.transpose(1, 2))
+            padded = self.packing.pad_heads(query)
+            return self.packing.unpad_heads(backend(padded, keys, values, mask, scaling, dropout))
         rows = []
         for row, (own, slots) in enumerate(self._own_slots):
-            q = query[own].transpose(0, 1)[None]
+            q = query[None, :, own]
             k, v = (x[row].index_select(1, slots)[None] for x in (keys, values))
             own_mask = mask[row : row + 1, :, : q.shape[2]].index_select(-1, slots)
-            rows.append(backend(q, k, v, own_mask, scaling, dropout)[0].transpose(0, 1))
-        return torch.cat(rows)
+            rows.append(backend(q, k, v, own_mask, scaling, dropout)[0])
+        return torch.cat(rows, dim=1)
 
     @functools.cached_property
     def _is_ragged(self) -> bool:

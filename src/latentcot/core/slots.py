@@ -133,27 +133,35 @@ class StepSlots:
             self.used = int(self.lengths.max())
         if self.used > self.positions.shape[1]:
             self.positions = widen(self.positions, 1, self.used, PAD_POSITION)
-        self.positions = _put(self.positions, packing.positions, packing, columns)
+        self.positions = writable(self.positions)
+        if isinstance(columns, int):
+            self.positions[0].narrow(0, columns, len(packing)).copy_(packing.positions)
+        else:
+            self.positions[packing.rows, columns] = packing.positions
         return columns
 
     def write(
         self, layer: int, key: Tensor, value: Tensor, packing: Packing, columns: Columns
     ) -> None:
-        """Store (N, H_kv, D) keys and values of `layer` in the columns that `reserve` gave."""
+        """Store (H_kv, N, D) keys and values of `layer` in the columns that `reserve` gave."""
         for buffers, new in ((self.keys, key), (self.values, value)):
             if columns is None:
-                buffers[layer] = packing.pad(new).transpose(1, 2)
+                buffers[layer] = packing.pad_heads(new)
                 continue
             buffer = buffers[layer]
             if buffer.shape[2] < self.used:
                 buffer = widen(buffer, 2, self.used, 0)
-            by_column = buffer.transpose(1, 2)
-            stored = _put(by_column, new.to(buffer.dtype), packing, columns)
-            buffers[layer] = buffer if stored is by_column else stored.transpose(1, 2)
+            buffer = buffers[layer] = writable(buffer, new)
+            if isinstance(columns, int):
+                buffer[0].narrow(1, columns, len(packing)).copy_(new)
+            else:
+                by_column = buffer.transpose(1, 2)
+                by_column[packing.rows, columns] = new.transpose(0, 1).to(buffer.dtype)
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H_kv, used, D) of `layer`, where they lie."""
-        return self.keys[layer][:, :, : self.used], self.values[layer][:, :, : self.used]
+        used = (2, 0, self.used)
+        return self.keys[layer].narrow(*used), self.values[layer].narrow(*used)
 
     def crop(self, num_tokens: Tensor) -> None:
         """Drop the slots of row b behind its first num_tokens[b] tokens: a crop of its tail."""
@@ -179,19 +187,9 @@ def widen(buffer: Tensor, dim: int, used: int, fill: int) -> Tensor:
     return wide
 
 
-def writable(buffer: Tensor, *new: Tensor) -> Tensor:
+def writable(buffer: Tensor, new: Tensor | None = None) -> Tensor:
     """`buffer`, or a copy where autograd or inference mode forbid that `new` is written into it."""
-    in_graph = any(tensor.requires_grad for tensor in (buffer, *new))
+    in_graph = buffer.requires_grad or (new is not None and new.requires_grad)
     if in_graph or buffer.is_inference() != torch.is_inference_mode_enabled():
         return buffer.clone()
-    return buffer
-
-
-def _put(buffer: Tensor, new: Tensor, packing: Packing, columns: Tensor | int) -> Tensor:
-    """Put (N, ...) into (B, S, ...), in place if it may be."""
-    buffer = writable(buffer, new)
-    if isinstance(columns, int):
-        buffer[0, columns : columns + len(new)] = new
-    else:
-        buffer.index_put_((packing.rows, columns), new)
     return buffer

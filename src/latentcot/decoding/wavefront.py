@@ -282,6 +282,7 @@ class _Wave:
             [flight.column - row.padding for row, flight in fleet],
             [flight.steps for _, flight in fleet],
             model.config.visibility,
+            model.attention_backend,
         )
         z = model.run(states, slots)
         steps = torch.as_tensor(slots.query_steps)

@@ -146,10 +146,13 @@ class AdaptiveLM(LatentLM):
             if record:
                 record.add(step, packing, gates=gate, reach_probs=reach, exit_probs=exit_prob)
 
-            if not keep.any():
+            num_kept = int(keep.sum())
+            if num_kept == 0:
                 break
-            packing, states, reach = packing.select(keep), z[keep], next_reach[keep]
-            targets = None if targets is None else targets[keep]
+            states, reach = z, next_reach
+            if num_kept < len(packing):
+                packing, states, reach = packing.select(keep), states[keep], reach[keep]
+                targets = None if targets is None else targets[keep]
 
         return Thought(
             hidden=mixture.to(z.dtype).unflatten(0, packing.batch_shape),
