@@ -1,4 +1,4 @@
-"""The command line: `latentcot train | compare | eval | generate | flops`."""
+"""The command line: `latentcot train | compare | eval | generate | dial | bench | flops`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from latentcot.errors import UserError
 
@@ -171,9 +172,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Loss, perplexity, bits per byte and passes per token on the corpus of a run."""
-    from latentcot.training.run_dir import evaluate_run
+    from latentcot.training.run_dir import open_run
 
-    show(evaluate_run(run, split.value, blocks), as_json, title=f"{run}, {split.value} text")
+    figures = open_run(run).evaluate(split.value, blocks).as_dict()
+    show(figures, as_json, title=f"{run}, {split.value} text")
 
 
 @app.command()
@@ -185,28 +187,200 @@ def generate(
         float, typer.Option(help="0 always takes the likeliest token", min=0)
     ] = 0.0,
     top_k: Annotated[int, typer.Option(help="sample among so many tokens; 0: all", min=0)] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="sample among the likeliest tokens of this mass", min=0, max=1)
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="above 1, tokens that were there become less likely", min=0.01)
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
+    tau: Annotated[
+        float | None,
+        typer.Option(help="threshold of halting (default: the model's, see dial)", min=0, max=1),
+    ] = None,
+    wavefront: Annotated[
+        bool | None,
+        typer.Option(help="the steps of several tokens in one pass (default: where it can)"),
+    ] = None,
     cache: Annotated[bool, typer.Option(help="reuse slots of earlier tokens")] = True,
+    show_steps: Annotated[
+        bool, typer.Option("--show-steps", help="colour each token by the latent steps before it")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on from a prompt."""
+    """Go on from a prompt, and show where the model thinks."""
     from latentcot.decoding.text import generate_text
     from latentcot.training.run_dir import open_model
 
     model, tokenizer, _ = open_model(run)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     result = generate_text(
         model,
         tokenizer,
         prompt,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
+        repetition_penalty=repetition_penalty,
         seed=seed,
+        tau=tau,
+        wavefront=wavefront,
         use_cache=cache,
-        stream=not as_json,
+        show=None if as_json else shower(model.config.num_passes if show_steps else None),
+        **sampling,
     )
     if as_json:
         print(json.dumps(result))
+        return
+    print()
+    if show_steps:
+        passes, wave = result["passes_per_token"], result["wavefront_passes_per_token"]
+        legend = " ".join(
+            f"[{step_style(n, model.config.num_passes)}] {n} [/]"
+            for n in range(model.config.num_passes)
+        )
+        how = "one after the other" if wave is None else f"by wavefront in {wave:.2f}"
+        Console(highlight=False).print(
+            f"\nlatent steps: {legend}  {passes:.2f} passes per token, decoded {how}"
+        )
+
+
+bench = typer.Typer(help="Measure speed, as ratios in one run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+class Dtype(StrEnum):
+    """A number format of weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@bench.command(name="decode")
+def bench_decode(
+    model: Annotated[
+        Path, typer.Argument(help="a run, an exported model, or a recipe (untrained)")
+    ],
+    batches: Annotated[str, typer.Option(help="sequences at a time")] = "1,8,32",
+    contexts: Annotated[str, typer.Option(help="tokens before the generated ones")] = (
+        "128,1024,4096"
+    ),
+    new_tokens: Annotated[int, typer.Option(help="tokens to decode each time", min=2)] = 32,
+    repeats: Annotated[int, typer.Option(help="turns; the median counts", min=1)] = 3,
+    dtype: Annotated[Dtype, typer.Option(help="format of the weights")] = Dtype.float32,
+    threads: Annotated[
+        int | None, typer.Option(help="threads of a CPU (default: all cores)", min=1)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens per second: plain, by wavefront, at full depth, and of a one-pass model."""
+    import torch
+
+    from latentcot.bench import as_rows, subject
+    from latentcot.bench import bench_decode as measure
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    lengths = numbers(contexts, "--contexts", int)
+    decoder, ids = subject(model, getattr(torch, dtype.value), max(lengths) + new_tokens)
+    rows = []
+    for row in measure(
+        decoder,
+        ids,
+        batches=numbers(batches, "--batches", int),
+        contexts=lengths,
+        new_tokens=new_tokens,
+        repeats=repeats,
+    ):
+        rows.append(row)
+        if not as_json:
+            print(
+                f"batch {row.batch:3}, context {row.context:5}, {row.mode:10} "
+                f"{row.tokens_per_s:8.1f} tokens/s, {row.passes_per_token:.2f} passes per token, "
+                f"{row.ratio_to_plain:.2f} x plain, {row.ratio_to_one_pass:.2f} x one pass",
+                flush=True,
+            )
+    if as_json:
+        print(json.dumps(as_rows(rows)))
+    elif any(row.mode == "wavefront" for row in rows):
+        ratios = [row.pass_cost_ratio for row in rows if row.mode == "wavefront"]
+        print(
+            f"a pass with {rows[0].l_max + 1} queries takes {min(ratios):.2f} to {max(ratios):.2f} "
+            "times one with a single query"
+        )
+
+
+STEP_COLOURS = ("#e8eef4", "#b9d3e8", "#7fb2d8", "#4a8cc2", "#21639d", "#0b3c6f")
+"""From no latent step to the most: lightness tells them apart without colour."""
+
+
+def step_style(steps: int, num_passes: int) -> str:
+    """rich's style of a token that took so many latent steps."""
+    place = round(steps / max(1, num_passes - 1) * (len(STEP_COLOURS) - 1))
+    ink = "black" if place < 3 else "white"
+    return f"{ink} on {STEP_COLOURS[place]}"
+
+
+def shower(num_passes: int | None) -> Any:
+    """What prints text while it is generated: coloured by latent steps, or plain without passes."""
+    console = Console(highlight=False)
+
+    def show(piece: str, steps: int | None) -> None:
+        if num_passes is None or steps is None:
+            print(piece, end="", flush=True)
+        else:
+            style = step_style(steps, num_passes)
+            console.print(Text(piece, style=style), end="", soft_wrap=True)
+
+    return show
+
+
+@app.command()
+def dial(
+    run: Annotated[Path, typer.Argument(help="a run directory of an adaptive model")],
+    budget: Annotated[
+        float | None, typer.Option(help="mean passes per token at most", min=0)
+    ] = None,
+    max_loss_increase: Annotated[
+        float | None, typer.Option(help="nats per token above the best tau at most")
+    ] = None,
+    taus: Annotated[
+        str | None, typer.Option(help="the grid, as 0,0.1,0.5 (default: 13 from 0 to 1)")
+    ] = None,
+    reference: Annotated[
+        list[Path] | None, typer.Option(help="a run of fixed depth, for the picture; repeatable")
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="only the first blocks of validation text", min=1)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set how much a trained model thinks; leaves dial.json and a picture in the run directory."""
+    from latentcot.dial import TAUS, Wish
+    from latentcot.dial import dial as turn_dial
+
+    grid = TAUS if taus is None else numbers(taus, "--taus", float)
+    wish = Wish(budget, max_loss_increase)
+    report = turn_dial(run, wish, taus=grid, references=reference or [], max_blocks=blocks)
+    if as_json:
+        print(json.dumps(report))
+        return
+    rows = [("as trained", report["test_before"]), ("now", report["test"])]
+    rows += [(point["name"], point) for point in report["test_references"]]
+    show_cells(
+        f"{run}, test text",
+        ["", "tau", "passes per token", "loss"],
+        [
+            [
+                name,
+                "" if point["tau"] is None else f"{point['tau']:.4g}",
+                f"{point['passes_per_token']:.3f}",
+                f"{point['loss']:.4f}",
+            ]
+            for name, point in rows
+        ],
+    )
+    print(f"picture: {run / 'dial.png'}")
 
 
 @app.command()

@@ -113,6 +113,47 @@ def steps_profile(by_steps: Sequence[StepsRow]) -> Figure:
 
 
 @figure_style()
+def dial_curve(curve: Sequence[Row], references: Sequence[Row], chosen: Row) -> Figure:
+    """Loss over passes per token, tau by tau, beside models of a fixed depth; below is better.
+
+    Args:
+        curve: rows with `tau`, `loss`, `passes_per_token`, the model's own curve.
+        references: the same of other models.
+        chosen: the row of the curve that the dial was set to.
+    """
+    figure, axes = _axes()
+    axes.plot(
+        [row["passes_per_token"] for row in curve],
+        [row["loss"] for row in curve],
+        color=TRAIN,
+        marker="o",
+        markersize=5,
+        label=f"{curve[0]['name']}, tau from {curve[0]['tau']:g} to {curve[-1]['tau']:g}",
+    )
+    if references:
+        fixed = sorted(references, key=lambda row: row["passes_per_token"])
+        axes.plot(
+            [row["passes_per_token"] for row in fixed],
+            [row["loss"] for row in fixed],
+            color=VALIDATION,
+            marker="s",
+            linestyle="--",
+            label="trained at a fixed depth",
+        )
+    axes.plot(chosen["passes_per_token"], chosen["loss"], "*", color=INK, markersize=16)
+    axes.annotate(
+        f"tau = {chosen['tau']:.3g}",
+        (chosen["passes_per_token"], chosen["loss"]),
+        xytext=(8, 8),
+        textcoords="offset points",
+    )
+    axes.set_xlabel("passes per token")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.legend()
+    return figure
+
+
+@figure_style()
 def to_svg(figure: Figure) -> str:
     """The figure as an `<svg>` element for an HTML page; equal figures give equal text."""
     buffer = io.StringIO()

@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from latentcot.analysis.collect import collect_text
 from latentcot.analysis.report import RunReport, write_report
+from latentcot.core.halting import KeepRule
 from latentcot.data import Blocks, Corpus, Split, fingerprint, load_tokenizer, prepare
 from latentcot.data.shards import sync
 from latentcot.errors import UserError
-from latentcot.evaluation.perplexity import Amp, evaluate, shuffled_passes
+from latentcot.evaluation.perplexity import Amp, Evaluation, evaluate, shuffled_passes
 from latentcot.models.base import LatentLM
 from latentcot.training.hardware import (
     autocast,
@@ -242,11 +244,45 @@ def open_model(path: Path) -> tuple[LatentLM, PreTrainedTokenizerBase, Recipe | 
     return model.eval(), tokenizer, recipe
 
 
-def evaluate_run(path: Path, split: Split, max_blocks: int | None = None) -> dict[str, Any]:
-    """Figures of a finished run on a split of its corpus, see `Evaluation`.
+@dataclass
+class OpenRun:
+    """A finished run with its corpus, on the device of its recipe.
+
+    Attributes:
+        amp: makes the autocast context that the model is run under.
+    """
+
+    path: Path
+    model: LatentLM
+    tokenizer: PreTrainedTokenizerBase
+    recipe: Recipe
+    corpus: Corpus
+    amp: Amp
+
+    def evaluate(
+        self, split: Split, max_blocks: int | None = None, keep_rule: KeepRule | None = None
+    ) -> Evaluation:
+        """Figures on a split of the corpus, or on its first blocks.
+
+        Args:
+            keep_rule: who goes on, instead of the model's own rule.
+        """
+        config = self.recipe.training
+        blocks = Blocks(self.corpus.stream(split), config.block_length)
+        return evaluate(
+            self.model,
+            blocks.sequential(config.eval_batch_size, max_blocks),
+            self.amp,
+            self.corpus.bytes_per_token(split),
+            None if keep_rule is None else lambda ids: keep_rule,
+        )
+
+
+def open_run(path: Path) -> OpenRun:
+    """A finished run and its corpus.
 
     Raises:
-        UserError: no finished run at `path`.
+        UserError: no finished run at `path`, or another corpus than it was trained on.
     """
     model, tokenizer, recipe = open_model(path)
     if recipe is None:
@@ -261,14 +297,8 @@ def evaluate_run(path: Path, split: Split, max_blocks: int | None = None) -> dic
             f"the corpus of {path} has changed since it was trained (another tokenizer comes out "
             "of it now): evaluate on the machine and Python that trained it"
         )
-    blocks = Blocks(corpus.stream(split), config.block_length)
-    result = evaluate(
-        model.to(device),
-        blocks.sequential(config.eval_batch_size, max_blocks),
-        autocast(precision, device),
-        corpus.bytes_per_token(split),
-    )
-    return result.as_dict()
+    amp = autocast(precision, device)
+    return OpenRun(path, model.to(device), tokenizer, recipe, corpus, amp)
 
 
 def versions() -> dict[str, Any]:
