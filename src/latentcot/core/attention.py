@@ -72,42 +72,6 @@ def eager(
         return F.dropout(weights, dropout) @ value
 
 
-def attend_in_place(
-    query: Tensor,
-    segments: list[tuple[Tensor, Tensor]],
-    hidden: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention of few queries over keys and values in several places, none of which is copied.
-
-    One softmax runs over the scores of all segments.
-
-    Args:
-        query: (B, H, n, D).
-        segments: (B, H_kv, S_j, D) keys and values.
-        hidden: (B, 1, n, S) true where a query does not see a slot, S the sum of all S_j; or None.
-
-    Returns:
-        (B, H, n, D).
-    """
-    shape, num_groups = query.shape, segments[0][0].shape[1]
-    # Heads that share keys stand beside the queries: (B * H_kv, H / H_kv * n, D).
-    folded = (query * scaling).reshape(shape[0] * num_groups, -1, shape[3])
-    keys, values = zip(*segments, strict=True)
-    scores = torch.cat([folded.bmm(own.flatten(0, 1).mT) for own in keys], -1)
-    if hidden is not None:
-        scores.view(*shape[:3], -1).masked_fill_(hidden, -math.inf)
-    weights = scores.softmax(-1)
-    if dropout:
-        weights = F.dropout(weights, dropout)
-    first, *others = weights.split([own.shape[2] for own in keys], -1)
-    out = first.bmm(values[0].flatten(0, 1))
-    for part, own in zip(others, values[1:], strict=True):
-        out = out.baddbmm(part, own.flatten(0, 1))
-    return out.view(shape)
-
-
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager}
 
 

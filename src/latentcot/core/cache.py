@@ -13,7 +13,7 @@ from transformers import Cache
 
 from latentcot.core.packing import Packing
 from latentcot.core.slot_pass import GatheredPass, Group, InPlacePass, SlotPass
-from latentcot.core.slots import StepSlots, Visibility, widen, writable
+from latentcot.core.slots import SideBySide, StepSlots, Visibility, widen, writable
 
 FEW_QUERIES = 16
 """A chunk of so many columns, or fewer, reads the slots where they lie: gathering them, which pays
@@ -35,6 +35,7 @@ class SlotCache(Cache):
     def reset(self) -> None:
         """Forget everything."""
         self.steps: list[StepSlots] = []
+        self.home: SideBySide | None = None  # the buffers of all steps, once tokens are decoded
         self.is_real: Tensor | None = None  # (B, columns seen): which of them were no padding
         self.num_tokens = torch.zeros(0, dtype=torch.int64)  # (B,) real tokens seen so far
         self.depth = torch.zeros(0, 0, dtype=torch.int64)  # (B, tokens) passes of each
@@ -69,14 +70,22 @@ class SlotCache(Cache):
     ) -> SlotPass:
         """One pass over the active tokens at `step` (from 1): the backbone takes it as `slots`."""
         slots = self._slots_of(step, packing)
+        few = packing.batch_shape[1] <= FEW_QUERIES and not torch.is_grad_enabled()
+        together = few and visibility != "own" and bool(self.steps[0].keys)
+        if together:
+            self._put_together({step: packing})
         columns = slots.reserve(packing)
         self._deepen(packing, step)
-        seen = self._seen(step, step, visibility)
-        if packing.batch_shape[1] > FEW_QUERIES:
-            own = [slots for _, slots in seen]
-            return GatheredPass(own, packing, visibility, backend, columns)
         group = Group(slots, packing, columns)
-        return InPlacePass(seen, packing, [group], step, self.depth, visibility, backend)
+        if together:
+            return self._in_place(packing, [group], step, (1, step), visibility, backend)
+        if few and columns is not None:
+            buffers, span = (slots.keys, slots.values), (0, slots.used)
+            seen = (buffers, span, slots.positions[:, : slots.used], step)
+            return InPlacePass(packing, [group], step, *seen, self.depth, visibility, backend)
+        first = step if visibility == "own" else 1
+        own = [own for own in self.steps[first - 1 : step] if own.used]
+        return GatheredPass(own, packing, visibility, backend, columns)
 
     def wave(
         self,
@@ -100,27 +109,61 @@ class SlotCache(Cache):
         packing = Packing(
             torch.tensor(index, device=device), torch.tensor(positions, device=device), shape
         )
-        groups = []
         query_steps = torch.tensor(steps, device=device)
+        queries: dict[int, tuple[Packing, slice | Tensor]] = {}
         for step in sorted(set(steps)):
+            self._slots_of(step, packing)
             if shape[0] == 1:
                 among: slice | Tensor = slice(steps.index(step), steps.index(step) + 1)
             else:
                 among = (query_steps == step).nonzero().squeeze(1)
-            own = packing.select(among)
-            slots = self._slots_of(step, packing)
+            queries[step] = (packing.select(among), among)
+        self._put_together({step: own for step, (own, _) in queries.items()})
+        groups = []
+        for step, (own, among) in queries.items():
+            slots = self.steps[step - 1]
             groups.append(Group(slots, own, slots.reserve(own), among))
         self._deepen(packing, query_steps)
-        seen = self._seen(min(steps), max(steps), visibility)
-        return InPlacePass(seen, packing, groups, query_steps, self.depth, visibility, backend)
+        seen = (min(steps) if visibility == "own" else 1, max(steps))
+        return self._in_place(packing, groups, query_steps, seen, visibility, backend)
 
-    def _seen(
-        self, lowest: int, highest: int, visibility: Visibility
-    ) -> list[tuple[int, StepSlots]]:
-        """The steps, and their slots, that queries between two steps may see."""
-        first = lowest if visibility == "own" else 1
-        steps = range(first, highest + 1)
-        return [(step, self.steps[step - 1]) for step in steps if self.steps[step - 1].used]
+    def _in_place(
+        self,
+        packing: Packing,
+        groups: list[Group],
+        query_steps: Tensor | int,
+        steps: tuple[int, int],
+        visibility: Visibility,
+        backend: str,
+    ) -> InPlacePass:
+        """A pass over queries that may see the slots of the steps from the first to the last."""
+        home = self.home
+        assert home is not None
+        start, count = home.span(*steps)
+        numbers: Tensor | int = home.numbers[start : start + count]
+        if steps[0] == steps[1]:
+            numbers = steps[0]
+        return InPlacePass(
+            packing,
+            groups,
+            query_steps,
+            (home.keys, home.values),
+            (start, count),
+            home.positions[:, start : start + count],
+            numbers,
+            self.depth,
+            visibility,
+            backend,
+        )
+
+    def _put_together(self, added: dict[int, Packing]) -> None:
+        """See that all steps lie side by side, with room for what is added to some of them."""
+        needed = [
+            slots.needed(added[step]) if step in added else slots.used
+            for step, slots in enumerate(self.steps, 1)
+        ]
+        if self.home is None or not self.home.holds(self.steps, needed):
+            self.home = SideBySide(self.steps, needed)
 
     def _slots_of(self, step: int, packing: Packing) -> StepSlots:
         while len(self.steps) < step:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from latentcot.core.attention import BACKENDS, attend_in_place
+from latentcot.core.attention import BACKENDS
 from latentcot.core.packing import PAD_POSITION, Packing
 from latentcot.core.slots import (
     Columns,
@@ -86,25 +86,31 @@ class InPlacePass(SlotPass):
     The queries may be at different steps, as in wavefront decoding.
 
     Attributes:
-        steps: (step, slots) that a query may see.
         packing: all queries.
         groups: the same by step.
         query_steps: (N,) their steps, or the one of all.
+        buffers: the keys and values per layer, (B, H_kv, S or more, D), that hold what they see.
+        span: start and number of the columns there that they may see.
+        positions: (B, S) of these columns.
+        numbers: (S,) the steps of these columns, or the one of all.
         depth: (B, tokens) passes of each token so far.
     """
 
-    steps: list[tuple[int, StepSlots]]
     packing: Packing
     groups: list[Group]
     query_steps: Tensor | int
+    buffers: tuple[dict[int, Tensor], dict[int, Tensor]]
+    span: tuple[int, int]
+    positions: Tensor
+    numbers: Tensor | int
     depth: Tensor
     visibility: Visibility
     backend: str
-    _masks: dict[int | None, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
-        return min(len(group.slots.keys) for group in self.groups)
+        return len(self.buffers[0])
 
     def attend(
         self,
@@ -122,19 +128,17 @@ class InPlacePass(SlotPass):
                 own = (key[:, group.among], value[:, group.among])
             group.slots.write(layer, *own, group.packing, group.columns)
         rows, queries = self._rows_with_queries
-        views = [slots.view(layer) for _, slots in self.steps]
+        keys = self.buffers[0][layer].narrow(2, *self.span)
+        values = self.buffers[1][layer].narrow(2, *self.span)
         if rows is not None:
-            views = [(keys[rows], values[rows]) for keys, values in views]
+            keys, values = keys[rows], values[rows]
+        if keys.dtype != query.dtype:
+            keys, values = keys.to(query.dtype), values.to(query.dtype)
         if window not in self._masks:
             self._masks[window] = self._make_mask(window)
-        mask, hidden = self._masks[window]
+        mask = self._masks[window]
         padded = queries.pad_heads(query)
-        if views[0][0].dtype != query.dtype:
-            views = [(keys.to(query.dtype), values.to(query.dtype)) for keys, values in views]
-        if len(views) == 1:
-            out = BACKENDS[self.backend](padded, *views[0], mask, scaling, dropout)
-        else:
-            out = attend_in_place(padded, views, hidden, scaling, dropout)
+        out = BACKENDS[self.backend](padded, keys, values, mask, scaling, dropout)
         return queries.unpad_heads(out)
 
     @functools.cached_property
@@ -144,36 +148,32 @@ class InPlacePass(SlotPass):
             return None, self.packing
         return self.packing.without_empty_rows()
 
-    def _make_mask(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """(B, 1, n, S) what each query sees, and what it does not; None if it sees all."""
-        overlaid = self.visibility == "latest" and len(self.steps) > 1
+    def _make_mask(self, window: int | None) -> Tensor | None:
+        """(B, 1, n, S) what each query sees, or None if it sees all."""
         is_newest = isinstance(self.query_steps, int) and len(self.packing) == 1
-        if is_newest and self.packing.batch_shape[0] == 1 and not overlaid and window is None:
-            return None, None
+        is_alone = self.packing.batch_shape[0] == 1 and isinstance(self.numbers, int)
+        if is_newest and is_alone and window is None:
+            return None
         rows, queries = self._rows_with_queries
-        query_steps = self.query_steps
+        query_steps, positions, depth = self.query_steps, self.positions, self.depth
         if isinstance(query_steps, Tensor):
             query_steps = queries.pad(query_steps)[:, :, None]
-        positions = torch.cat([own.positions[:, : own.used] for _, own in self.steps], 1)
-        depth = self.depth
         if rows is not None:
             positions, depth = positions[rows], depth[rows]
         last = None
         if self.visibility == "latest":
             last = depth.gather(1, positions.clamp(max=depth.shape[1] - 1))[:, None]
-        numbers = torch.tensor([step for step, _ in self.steps], device=positions.device)
-        widths = torch.tensor([own.used for _, own in self.steps], device=positions.device)
         sees = visible(
             queries.padded_positions[:, :, None],
             query_steps,
             positions[:, None],
-            numbers.repeat_interleave(widths, output_size=positions.shape[1]),
+            self.numbers,
             last,
             self.visibility,
             window,
             queries.copies,
-        )[:, None]
-        return sees, ~sees
+        )
+        return sees[:, None]
 
 
 @dataclass

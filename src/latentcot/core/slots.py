@@ -101,6 +101,7 @@ class StepSlots:
         positions: (B, capacity) their positions, ascending, PAD_POSITION behind the last.
         copies: positions that a token of the text takes, see `Packing.interleave`.
         keys, values: per layer (B, H_kv, capacity, D).
+        home: the buffers that these are part of, None where they stand alone.
     """
 
     def __init__(self, num_rows: int, device: torch.device):
@@ -110,6 +111,13 @@ class StepSlots:
         self.values: dict[int, Tensor] = {}
         self.used = 0  # columns in use: the largest length, kept on the host
         self.copies = 1
+        self.home: SideBySide | None = None
+
+    def needed(self, packing: Packing) -> int:
+        """Columns that it takes to add one slot for each active token."""
+        if len(self.lengths) == 1:
+            return self.used + len(packing)
+        return int((self.lengths + packing.counts).max())
 
     def reserve(self, packing: Packing) -> Columns:
         """Make room for one slot for each active token: says where they go.
@@ -117,23 +125,24 @@ class StepSlots:
         In an empty step the packed tensors become the buffers as they are, without a copy.
         """
         self.copies = packing.copies
-        if self.used == 0:
+        if self.used == 0 and self.home is None:
             self.lengths, self.used = packing.counts, packing.width
             self.positions = packing.padded_positions
             self.keys, self.values = {}, {}
             return None
         columns: Tensor | int
+        needed = self.needed(packing)
         if len(self.lengths) == 1:
             columns = self.used
-            self.used += len(packing)
             self.lengths = self.lengths + len(packing)
         else:
             columns = self.lengths[packing.rows] + packing.columns
             self.lengths = self.lengths + packing.counts
-            self.used = int(self.lengths.max())
+        self.used = needed
         if self.used > self.positions.shape[1]:
+            self.home = None
             self.positions = widen(self.positions, 1, self.used, PAD_POSITION)
-        self.positions = writable(self.positions)
+        self.positions = self._mine(self.positions)
         if isinstance(columns, int):
             self.positions[0].narrow(0, columns, len(packing)).copy_(packing.positions)
         else:
@@ -151,12 +160,18 @@ class StepSlots:
             buffer = buffers[layer]
             if buffer.shape[2] < self.used:
                 buffer = widen(buffer, 2, self.used, 0)
-            buffer = buffers[layer] = writable(buffer, new)
+            buffer = buffers[layer] = self._mine(buffer, new)
             if isinstance(columns, int):
                 buffer[0].narrow(1, columns, len(packing)).copy_(new)
             else:
                 by_column = buffer.transpose(1, 2)
                 by_column[packing.rows, columns] = new.transpose(0, 1).to(buffer.dtype)
+
+    def _mine(self, buffer: Tensor, new: Tensor | None = None) -> Tensor:
+        mine = writable(buffer, new)
+        if mine is not buffer:
+            self.home = None
+        return mine
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H_kv, used, D) of `layer`, where they lie."""
@@ -165,9 +180,10 @@ class StepSlots:
 
     def crop(self, num_tokens: Tensor) -> None:
         """Drop the slots of row b behind its first num_tokens[b] tokens: a crop of its tail."""
-        kept = self.positions[:, : self.used] < self.copies * num_tokens[:, None]
-        self.lengths = kept.sum(1)
-        self.positions = self.positions[:, : self.used].masked_fill(~kept, PAD_POSITION)
+        self.positions = self._mine(self.positions)
+        dropped = self.positions >= self.copies * num_tokens[:, None]
+        self.positions.masked_fill_(dropped, PAD_POSITION)
+        self.lengths = (~dropped).sum(1)
         self.used = int(self.lengths.max())
 
     def select_rows(self, rows: Tensor) -> None:
@@ -176,6 +192,64 @@ class StepSlots:
         self.keys = {layer: keys[rows] for layer, keys in self.keys.items()}
         self.values = {layer: values[rows] for layer, values in self.values.items()}
         self.used = int(self.lengths.max())
+        self.home = None
+
+
+class SideBySide:
+    """The buffers of all steps, one behind the other in one tensor a layer: a view of some is free.
+
+    Each has a little room at its end, where nothing is seen.
+
+    Args:
+        steps: the slots of steps 1, 2, ...; they become views of these buffers.
+        needed: columns that each of them needs.
+
+    Attributes:
+        positions: (B, S) of all columns, PAD_POSITION where there is no slot.
+        numbers: (S,) the step of each column.
+    """
+
+    def __init__(self, steps: list[StepSlots], needed: list[int]):
+        capacities = [columns + columns // SPARE for columns in needed]
+        self.starts = [sum(capacities[:number]) for number in range(len(steps))]
+        first, total = steps[0], sum(capacities)
+        num_rows, device = len(first.lengths), first.lengths.device
+        self.steps = steps
+        self.positions = torch.full((num_rows, total), PAD_POSITION, device=device)
+        self.numbers = torch.cat(
+            [torch.full((own,), step, device=device) for step, own in enumerate(capacities, 1)]
+        )
+        self.keys, self.values = (
+            {
+                layer: buffer.new_zeros(num_rows, buffer.shape[1], total, buffer.shape[3])
+                for layer, buffer in buffers.items()
+            }
+            for buffers in (first.keys, first.values)
+        )
+        for slots, start, capacity in zip(steps, self.starts, capacities, strict=True):
+            positions = self.positions.narrow(1, start, capacity)
+            positions[:, : slots.used] = slots.positions[:, : slots.used]
+            slots.positions, slots.home = positions, self
+            for ours, theirs in ((self.keys, slots.keys), (self.values, slots.values)):
+                for layer, buffer in ours.items():
+                    own = buffer.narrow(2, start, capacity)
+                    if slots.used:
+                        own[:, :, : slots.used] = theirs[layer][:, :, : slots.used]
+                    theirs[layer] = own
+
+    def holds(self, steps: list[StepSlots], needed: list[int]) -> bool:
+        """Whether these steps are here, have the room that they need, and may be written."""
+        if self.positions.is_inference() != torch.is_inference_mode_enabled():
+            return False
+        return len(steps) == len(self.steps) and all(
+            slots.home is self and columns <= slots.positions.shape[1]
+            for slots, columns in zip(steps, needed, strict=True)
+        )
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Start and number of the columns from step `first` to the last slot of step `last`."""
+        start = self.starts[first - 1]
+        return start, self.starts[last - 1] + self.steps[last - 1].used - start
 
 
 def widen(buffer: Tensor, dim: int, used: int, fill: int) -> Tensor:
