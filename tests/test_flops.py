@@ -29,6 +29,7 @@ def test_pairs_equal_a_loop_over_the_predicate(visibility, window):
 VARIANTS = [(method, {}) for method in latentcot.METHODS] + [
     ("adaptive", {"visibility": "latest", "router": "multi_mlp"}),
     ("adaptive", {"visibility": "own"}),
+    ("adaptive", {"step_loss_weight": 0.1}),
     ("ponderlm2", {"thoughts": 2}),
     ("mor", {"sharing": "middle_cycle"}),
     ("mor", {"routing": "token"}),

@@ -159,7 +159,7 @@ def _measure(
     prompts = torch.stack([ids[start : start + context] for start in starts.tolist()])
     prompts = prompts.to(model.device)
     modes: dict[str, dict[str, Any]] = {"plain": {"wavefront": False}}
-    if getattr(model, "can_wavefront", False) and model.config.num_passes > 1:
+    if model.can_wavefront and model.config.num_passes > 1:
         modes["wavefront"] = {"wavefront": True}
         modes["full_depth"] = {"wavefront": False, "tau": 0.0}
     caches = {"plain": _prefilled(model, prompts), "one_pass": _prefilled(one_pass, prompts)}

@@ -281,13 +281,14 @@ def bench_decode(
 
     if threads is not None:
         torch.set_num_threads(threads)
+    sizes = numbers(batches, "--batches", int)
     lengths = numbers(contexts, "--contexts", int)
     decoder, ids = subject(model, getattr(torch, dtype.value), max(lengths) + new_tokens)
     rows = []
     for row in measure(
         decoder,
         ids,
-        batches=numbers(batches, "--batches", int),
+        batches=sizes,
         contexts=lengths,
         new_tokens=new_tokens,
         repeats=repeats,

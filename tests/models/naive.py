@@ -17,6 +17,7 @@ class NaiveResult:
     logits: Tensor  # (L, V)
     ce_sum: Tensor
     penalty_sum: Tensor  # sum over t and k of g * sg(p_target ** beta)
+    step_sum: Tensor  # sum over t and k, but the last, of the cross-entropy of z^(k)
     passes: list[int]
     exits: list[list[Tensor]]
     gates: list[list[Tensor]]
@@ -113,7 +114,7 @@ def naive_forward(model: nn.Module, ids: Tensor, labels: Tensor) -> NaiveResult:
                 last[t] = k
 
     logits, exits, p_targets = [], [], []
-    ce_sum = penalty_sum = torch.zeros((), dtype=torch.float64)
+    ce_sum = penalty_sum = step_sum = torch.zeros((), dtype=torch.float64)
     for t in range(length):
         exit_probs = [reach[t, k] * (1 - gates[t, k]) for k in range(1, last[t])] + [
             reach[t, last[t]]
@@ -127,13 +128,16 @@ def naive_forward(model: nn.Module, ids: Tensor, labels: Tensor) -> NaiveResult:
             continue
         ce_sum = ce_sum - logits[t].log_softmax(-1)[target]
         for k in range(1, last[t] + 1):
-            p_target = (model.lm_head.weight @ states[t, k]).softmax(-1)[target].detach()
+            step_loss = -(model.lm_head.weight @ states[t, k]).log_softmax(-1)[target]
+            step_sum = step_sum + (step_loss if k < num_passes else 0)
+            p_target = (-step_loss).exp().detach()
             p_targets[t].append(p_target)
             penalty_sum = penalty_sum + gates[t, k] * p_target**config.beta
     return NaiveResult(
         logits=torch.stack(logits),
         ce_sum=ce_sum,
         penalty_sum=penalty_sum,
+        step_sum=step_sum,
         passes=last,
         exits=exits,
         gates=[[gates[t, k] for k in range(1, last[t] + 1)] for t in range(length)],

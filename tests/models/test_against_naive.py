@@ -30,6 +30,7 @@ def _layout(request, monkeypatch):
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_values_and_gradients(visibility, router, backend):
     options = {"l_max": 3, "tau": 0.25, "beta": 0.7, "lambda_adaptive": 0.9}
+    options["step_loss_weight"] = 0.3 if visibility == "latest" else 0
     model = tiny_model("adaptive", router=router, visibility=visibility, **options)
     model.set_attn_implementation(backend)
     ids = ids_of(3, 11)
@@ -53,6 +54,7 @@ def test_values_and_gradients(visibility, router, backend):
         assert out.passes[row][real].tolist() == naive.passes
         assert relative_error(out.logits[row][real], naive.logits) < RELATIVE
         penalty = 0.0 if router == "none" else 0.9 * naive.penalty_sum
+        penalty = penalty + options["step_loss_weight"] * naive.step_sum
         loss = loss + (naive.ce_sum + penalty) / num_items
         for place, t in enumerate(real.nonzero().flatten().tolist()):
             k = naive.passes[place]

@@ -23,6 +23,8 @@ SHORT = {
     "train": ["training.max_steps=2", "training.eval_blocks=2", "data.max_documents=40"],
     "eval": ["--blocks", "2"],
     "generate": ["--max-new-tokens", "4"],
+    "dial": ["--blocks", "1", "--taus", "0,1"],
+    "bench": ["--batches", "1", "--contexts", "16", "--new-tokens", "2", "--repeats", "1"],
     "compare": [
         *("training.max_steps=2", "training.eval_blocks=2", "data.max_documents=40"),
         *("--seeds", "0"),

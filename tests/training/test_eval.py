@@ -204,7 +204,13 @@ def test_generation_is_the_same_with_and_without_cache(
     command = ("generate", run_dir, "--prompt", "3 and 4 make", "--max-new-tokens", 9, "--json")
     cached = json.loads(latentcot(*command, *sampling).out)
     uncached = json.loads(latentcot(*command, *sampling, "--no-cache").out)
-    assert cached == uncached
+    assert cached.pop("wavefront_passes_per_token") is not None
+    assert uncached.pop("wavefront_passes_per_token") is None
+    assert cached["text"] == uncached["text"]
+    for token, same in zip(cached["tokens"], uncached["tokens"], strict=True):
+        assert token == same
+        assert len(token["exits"]) == token["latent_steps"] + 1
+        assert sum(token["exits"]) == pytest.approx(1, abs=1e-5)
     assert cached["prompt"] == "3 and 4 make"
     assert 0 < len(cached["tokens"]) <= 9
 
@@ -225,3 +231,23 @@ def test_generation_prints_the_text_once(run_dir: Path, latentcot: Latentcot):
     options = ("--prompt", "3 and 4 make", "--max-new-tokens", 5)
     text = json.loads(latentcot("generate", run_dir, *options, "--json").out)["text"]
     assert latentcot("generate", run_dir, *options).out == f"3 and 4 make{text}\n"
+
+
+def test_steps_are_shown_in_colour(
+    run_dir: Path, latentcot: Latentcot, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    options = ("--prompt", "3 and 4 make", "--max-new-tokens", 6, "--show-steps")
+    outs = []
+    for wavefront in ("--wavefront", "--no-wavefront"):
+        outs.append(latentcot("generate", run_dir, *options, wavefront).out)
+        assert outs[-1].startswith("3 and 4 make\x1b[")
+        assert "passes per token, decoded" in outs[-1]
+    coloured = [out[: out.index("latent steps:")] for out in outs]
+    assert coloured[0] == coloured[1]
+
+
+def test_tau_of_the_command_prunes(run_dir: Path, latentcot: Latentcot):
+    command = ("generate", run_dir, "--prompt", "3 and", "--max-new-tokens", 9, "--json", "--tau")
+    passes = [json.loads(latentcot(*command, tau).out)["passes_per_token"] for tau in (0, 1)]
+    assert passes == [3, 1]

@@ -34,6 +34,7 @@ class SlotCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
+        self.owner: str | None = None  # what tells the model that filled it from others
         self.steps: list[StepSlots] = []
         self.home: SideBySide | None = None  # the buffers of all steps, once tokens are decoded
         self.is_real: Tensor | None = None  # (B, columns seen): which of them were no padding

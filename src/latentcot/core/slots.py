@@ -127,7 +127,7 @@ class StepSlots:
         self.copies = packing.copies
         if self.used == 0 and self.home is None:
             self.lengths, self.used = packing.counts, packing.width
-            self.positions = packing.padded_positions
+            self.positions = packing.padded_positions.clone()
             self.keys, self.values = {}, {}
             return None
         columns: Tensor | int

@@ -33,6 +33,7 @@ from latentcot.errors import UserError
 
 if TYPE_CHECKING:
     from latentcot.models.adaptive import AdaptiveLM
+    from latentcot.models.base import LatentLM
 
 
 NO_CROP = torch.iinfo(torch.int64).max
@@ -90,7 +91,7 @@ class Row:
 
 
 def obstacle(
-    model: Any,
+    model: LatentLM,
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
@@ -98,7 +99,7 @@ def obstacle(
     model_kwargs: dict[str, Any],
 ) -> str | None:
     """Why these arguments of `generate` cannot be decoded by wavefront; None if they can."""
-    if not getattr(model, "can_wavefront", False):
+    if not model.can_wavefront:
         return "this method does not halt step by step: only adaptive models do"
     if model.config.num_passes == 1:
         return "the model has no latent steps"

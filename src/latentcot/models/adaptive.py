@@ -12,7 +12,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from latentcot.core.halting import Threshold, halt
-from latentcot.core.objective import IGNORE_INDEX, adaptive_penalty, target_probs
+from latentcot.core.objective import IGNORE_INDEX, adaptive_penalty, cross_entropy_sum, target_probs
 from latentcot.core.router import MultiRouter, RouterName, build_router, set_initial_gate
 from latentcot.core.slots import Visibility
 from latentcot.errors import UserError
@@ -33,6 +33,8 @@ class AdaptiveConfig(LatentConfig):
         tau: a token stops when its reach probability of the next step falls below it.
         lambda_adaptive: weight of the adaptive loss.
         beta: exponent of the target probability in it.
+        step_loss_weight: weight of the cross-entropy of all states before step K, for better drafts
+            in wavefront decoding; 0 (the paper) is none.
         initial_gate: value of every gate before training.
         visibility: which slots of earlier steps a query sees: `all` (the paper), `latest` (of each
             position its deepest), or `own` (only those of the same step).
@@ -45,6 +47,7 @@ class AdaptiveConfig(LatentConfig):
     tau: float | int = 0.1
     lambda_adaptive: float | int = 0.4
     beta: float | int = 10.0
+    step_loss_weight: float | int = 0.0
     initial_gate: float = 0.95
     visibility: Visibility = "all"  # type: ignore[assignment]  # a field where the base computes
 
@@ -56,8 +59,8 @@ class AdaptiveConfig(LatentConfig):
             raise UserError(f"tau is {self.tau}: give a probability from 0 to 1")
         if not 0 < self.initial_gate < 1:
             raise UserError(f"initial_gate is {self.initial_gate}: give a value between 0 and 1")
-        if not (self.lambda_adaptive >= 0 and self.beta >= 0):
-            raise UserError("lambda_adaptive and beta must be 0 or more")
+        if not (self.lambda_adaptive >= 0 and self.beta >= 0 and self.step_loss_weight >= 0):
+            raise UserError("lambda_adaptive, beta and step_loss_weight must be 0 or more")
 
     @property
     def num_passes(self) -> int:
@@ -101,10 +104,12 @@ class AdaptiveLM(LatentLM):
 
     def tally(self, ledger: Ledger, passes: Tensor) -> None:
         super().tally(ledger, passes)
+        num_gates = int(passes.clamp(max=self.config.l_max).sum())
+        if self.config.step_loss_weight:  # a forward and a backward pass of the head
+            ledger.add(forward_only=3 * num_gates * linear_flops(self.lm_head))
         if self.config.router == "none":
             return
         # Every executed step but the last has a gate, and p_target for the adaptive loss.
-        num_gates = int(passes.clamp(max=self.config.l_max).sum())
         router = linear_flops(self.router)
         if isinstance(self.router, MultiRouter):
             router //= max(1, self.config.l_max)
@@ -116,7 +121,8 @@ class AdaptiveLM(LatentLM):
         wide = torch.promote_types(chunk.embeds.dtype, torch.float32)
         record = StepRecord(packing, config.num_passes, wide) if chunk.output_steps else None
         learns_to_halt = targets is not None and config.router != "none"
-        penalty = chunk.embeds.new_zeros((), dtype=wide) if learns_to_halt else None
+        learns_steps = targets is not None and config.step_loss_weight > 0
+        adaptive_sum = step_sum = chunk.embeds.new_zeros((), dtype=wide)
 
         states = chunk.embeds
         reach = states.new_ones(len(packing), dtype=wide)
@@ -136,13 +142,16 @@ class AdaptiveLM(LatentLM):
 
             if targets is not None and (record or (learns_to_halt and not is_last)):
                 p_target = target_probs(z, self.lm_head.weight, targets)
-                if penalty is not None:
+                if learns_to_halt:
                     scored = targets != IGNORE_INDEX
-                    penalty = penalty + adaptive_penalty(
+                    adaptive_sum = adaptive_sum + adaptive_penalty(
                         gate[scored], p_target[scored], config.beta
                     )
                 if record:
                     record.add(step, packing, step_target_probs=p_target)
+            if targets is not None and learns_steps and not is_last:
+                step_loss = cross_entropy_sum(z, self.lm_head.weight, targets)
+                step_sum = step_sum + step_loss.to(step_sum.device)
             if record:
                 record.add(step, packing, gates=gate, reach_probs=reach, exit_probs=exit_prob)
 
@@ -154,9 +163,12 @@ class AdaptiveLM(LatentLM):
                 packing, states, reach = packing.select(keep), states[keep], reach[keep]
                 targets = None if targets is None else targets[keep]
 
+        penalty = config.lambda_adaptive * adaptive_sum
+        if learns_steps:
+            penalty = penalty + config.step_loss_weight * step_sum
         return Thought(
             hidden=mixture.to(z.dtype).unflatten(0, packing.batch_shape),
             passes=passes.unflatten(0, packing.batch_shape),
-            penalty=None if penalty is None else config.lambda_adaptive * penalty,
+            penalty=penalty if learns_to_halt or learns_steps else None,
             steps=record.tensors if record else {},
         )

@@ -5,6 +5,7 @@ Shapes: B rows, L columns, N active tokens, K passes at most, d width, V vocabul
 
 from __future__ import annotations
 
+import uuid
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from os import PathLike
@@ -119,6 +120,8 @@ class LatentLM(PreTrainedModel, LatentGeneration, GenerationMixin):
     base_model_prefix = "backbone"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = False
+    can_wavefront: ClassVar[bool] = False
+    """Whether it halts step by step, with `gate`, as decoding/wavefront.py asks for."""
     accepts_loss_kwargs = True
     _supports_sdpa = True
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "slots"]
@@ -127,6 +130,7 @@ class LatentLM(PreTrainedModel, LatentGeneration, GenerationMixin):
         super().__init__(config)
         # Drawn before any weight: the same seed gives every method the same weights.
         self._init_seed = int(torch.randint(2**62, (), device="cpu"))
+        self._cache_key = uuid.uuid4().hex
         self.backbone = AutoModel.from_config(
             config.backbone_config, attn_implementation=ATTENTION_NAME
         )
@@ -256,7 +260,7 @@ class LatentLM(PreTrainedModel, LatentGeneration, GenerationMixin):
             skip_logits: do not compute logits (training: the loss does not need them whole).
 
         Raises:
-            UserError: a cache of another kind, or attentions / hidden states asked for.
+            UserError: a cache of another kind or model, or attentions / hidden states asked for.
             ValueError: neither or both of input_ids and inputs_embeds; a cache of another batch.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -277,6 +281,12 @@ class LatentLM(PreTrainedModel, LatentGeneration, GenerationMixin):
         if attention_mask is not None:
             attention_mask = _own_columns(attention_mask, batch_shape)
         cache = SlotCache() if past_key_values is None else past_key_values
+        if cache.owner not in (None, self._cache_key):
+            raise UserError(
+                "past_key_values was filled by another model: its slots mean nothing to this one; "
+                "start without a cache"
+            )
+        cache.owner = self._cache_key
         packing = cache.begin(attention_mask, batch_shape, embeds.device)
         targets = None
         if labels is not None:
