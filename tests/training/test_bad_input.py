@@ -48,7 +48,7 @@ def assert_refused(left: Outcome, message: str) -> None:
         ("model.tau=-0.1", "tau is -0.1: give a probability from 0 to 1"),
         ("model.l_max=-1", "l_max is -1: give 0 (no latent steps) or more"),
         ("model.initial_gate=1.0", "initial_gate is 1.0: give a value between 0 and 1"),
-        ("model.lambda_adaptive=-1", "lambda_adaptive and beta must be 0 or more"),
+        ("model.lambda_adaptive=-1", "step_loss_weight must be 0 or more"),
         ("model.backbone.num_attention_heads=3", "(16) is not a multiple of"),
         ("training.block_length=64", "64 is longer than the backbone's max_position_embeddings 32"),
         ("training.device=cuda:99", "device 'cuda:99' is not available"),
