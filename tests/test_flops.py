@@ -68,24 +68,29 @@ def no_spare_columns(monkeypatch):
     monkeypatch.setattr(slots, "SPARE", 10**9)
 
 
-@pytest.mark.parametrize(("method", "options"), VARIANTS)
-@pytest.mark.usefixtures("no_spare_columns")
-@torch.no_grad()
-def test_decoding_costs_what_pytorch_counts(method, options):
-    """One row, token by token with a cache."""
-    backbone = tiny_llama(num_hidden_layers=3, num_key_value_heads=4)
-    model = tiny_model(method, backbone=backbone, **options).eval()
+def decode(model, num_tokens):
+    """One row, token by token with a cache: exact and executed FLOPs, and PyTorch's count."""
     model.set_attn_implementation("eager")
-    ids = ids_of(1, 12)
+    ids = ids_of(1, num_tokens)
     cache, passes = None, []
     with FlopCounterMode(display=False) as counter:
-        for place in range(12):
+        for place in range(num_tokens):
             out = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             passes.append(out.passes)
     passes = torch.cat(passes, 1)
     exact, executed = (model.count_flops(passes, executed=e, decoding=True) for e in (False, True))
-    assert counter.get_total_flops() == pytest.approx(executed.forward, rel=1e-6)
+    return exact, executed, counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+@pytest.mark.usefixtures("no_spare_columns")
+@torch.no_grad()
+def test_decoding_costs_what_pytorch_counts(method, options):
+    backbone = tiny_llama(num_hidden_layers=3, num_key_value_heads=4)
+    model = tiny_model(method, backbone=backbone, **options).eval()
+    exact, executed, counted = decode(model, num_tokens=12)
+    assert counted == pytest.approx(executed.forward, rel=1e-6)
     if method == "paused":  # m slots at once, of which m (m - 1) / 2 pairs hide from each other
         m = model.config.num_passes
         assert executed.attention - exact.attention == 12 * 3 * m * (m - 1) / 2 * 4 * 32
@@ -98,17 +103,8 @@ def test_decoding_costs_what_pytorch_counts(method, options):
 def test_decoding_computes_what_lies_outside_the_window():
     backbone = tiny_qwen3()
     model = tiny_model("adaptive", backbone=backbone, tau=0.4, l_max=2).eval()
-    model.set_attn_implementation("eager")
-    ids = ids_of(1, 12)
-    cache, passes = None, []
-    with FlopCounterMode(display=False) as counter:
-        for place in range(12):
-            out = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            passes.append(out.passes)
-    passes = torch.cat(passes, 1)
-    exact, executed = (model.count_flops(passes, executed=e, decoding=True) for e in (False, True))
-    assert counter.get_total_flops() == pytest.approx(executed.forward, rel=1e-6)
+    exact, executed, counted = decode(model, num_tokens=12)
+    assert counted == pytest.approx(executed.forward, rel=1e-6)
     assert exact.attention < executed.attention
 
 
